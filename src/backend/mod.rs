@@ -1,0 +1,4 @@
+//! Floor 4: what touches memory, devices, files and sockets.
+
+#[cfg(feature = "host")]
+pub mod region;

@@ -1,0 +1,13 @@
+//! Floor 0: ids, time, invariants, digest, small containers. Pure; imports nothing of the crate.
+
+pub mod containers;
+pub mod digest;
+pub mod ids;
+pub mod invariant;
+pub mod limits;
+pub mod time;
+
+pub use digest::Digest;
+pub use ids::{NamespaceId, NodeId, OpId, PageId, Tier};
+pub use invariant::Violation;
+pub use time::Time;
