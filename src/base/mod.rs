@@ -2,9 +2,11 @@
 
 pub mod containers;
 pub mod digest;
+pub mod heap;
 pub mod ids;
 pub mod invariant;
 pub mod limits;
+pub mod tag_table;
 pub mod time;
 
 pub use digest::Digest;
