@@ -1,4 +1,7 @@
 //! Floor 4: what touches memory, devices, files and sockets.
 
+pub mod identity;
 #[cfg(feature = "host")]
 pub mod region;
+#[cfg(feature = "host")]
+pub mod store;
