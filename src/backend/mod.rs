@@ -2,6 +2,10 @@
 
 pub mod identity;
 #[cfg(feature = "host")]
+pub mod device;
+#[cfg(feature = "host")]
+pub mod host;
+#[cfg(feature = "host")]
 pub mod region;
 #[cfg(feature = "host")]
 pub mod store;
