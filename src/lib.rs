@@ -4,6 +4,9 @@
 
 pub mod backend;
 pub mod base;
+#[cfg(feature = "host")]
+pub mod engine;
 pub mod key;
 pub mod pool;
+pub mod tiers;
 pub mod tree;

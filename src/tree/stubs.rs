@@ -92,6 +92,8 @@ stubs! {
     fn is_backed_up(&self, node: NodeId) -> Result<bool, TreeError>;
     /// True for the root and for nodes with a published device copy.
     fn is_on_device(&self, node: NodeId) -> Result<bool, TreeError>;
+    /// Appends the device pages of the path to `node` from page `from` on, those being loaded included.
+    fn path_pages(&self, node: NodeId, from: u32, out: &mut Vec<PageId>) -> Result<(), TreeError>;
     /// Parent; `None` for the root.
     fn parent(&self, node: NodeId) -> Result<Option<NodeId>, TreeError>;
     /// Starts a store write; pins the host copies.
