@@ -8,5 +8,7 @@ pub mod base;
 pub mod engine;
 pub mod key;
 pub mod pool;
+#[cfg(feature = "sim")]
+pub mod sim;
 pub mod tiers;
 pub mod tree;

@@ -18,6 +18,16 @@ impl Core {
         Ok(&self.request_ref(id)?.pages)
     }
 
+    /// How many pages at the head of the request's table belong to the tree; the rest is the request's own.
+    pub fn shared_pages(&self, id: RequestId) -> Result<u32, CoreError> {
+        Ok(self.request_ref(id)?.shared)
+    }
+
+    /// The request's namespace.
+    pub fn namespace_of(&self, id: RequestId) -> Result<NamespaceId, CoreError> {
+        Ok(self.request_ref(id)?.namespace)
+    }
+
     /// Finds the longest cached prefix of `tokens` and holds it for the request: the device part stands in its
     /// page table, the restorable part is pinned until [`load_back`](Core::load_back) or the end of the request.
     /// Whole pages only. Pass one token less than the prompt if at least one must be computed. A request that

@@ -229,6 +229,16 @@ impl Core {
         }
     }
 
+    /// Whether a page of device or host is free.
+    #[must_use]
+    pub fn is_free(&self, tier: Tier, page: PageId) -> bool {
+        match tier {
+            Tier::Device => self.device.is_free(page),
+            Tier::Host => self.host.is_free(page),
+            Tier::Store => false,
+        }
+    }
+
     /// Every broken rule of tree, pools and ledgers; empty is healthy. O(everything): for tests, simulation and
     /// idle moments.
     #[must_use]
