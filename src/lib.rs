@@ -4,4 +4,6 @@
 
 pub mod backend;
 pub mod base;
+pub mod key;
 pub mod pool;
+pub mod tree;

@@ -6,6 +6,7 @@ pub mod fence;
 pub mod ids;
 pub mod invariant;
 pub mod limits;
+pub mod slab;
 pub mod time;
 
 pub use digest::Digest;

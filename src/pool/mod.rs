@@ -1,7 +1,11 @@
-//! Floor 1: pages as numbers. Pure.
+//! Floor 1: page numbers. Who hands them out, how runs of them are written down, how large a page is. No bytes here.
 
-pub mod geometry;
+mod extents;
+mod geometry;
+mod ledger;
+mod pages;
 
-pub use geometry::{
-    Capacities, Capacity, Geometry, GeometryError, Plane, PlaneId, PlaneKind, PlaneSet, PoolKind,
-};
+pub use extents::{Extent, extents_of};
+pub use geometry::*;
+pub use ledger::{Ledger, LedgerRow};
+pub use pages::{PagePool, PoolError};
