@@ -339,7 +339,7 @@ fn pages_in_flight_refuse_everybody_and_a_dropped_handle_parks_them() {
             rig.device.write_rows(PlaneId(0), PageId(2), 0, 0, &row),
             Err(MemoryError::Busy { page: PageId(2), .. })
         ));
-        rig.device.read_rows(PlaneId(0), PageId(2), 0, 0, &mut vec![0; 96]).unwrap();
+        rig.device.read_rows(PlaneId(0), PageId(2), 0, 0, &mut [0; 96]).unwrap();
         assert!(rig.arena.read(PlaneId(0), PageId(10), 0, &mut [0]).is_err());
         assert!(rig.arena.poison(PoolKind::Full, PageId(11)).is_err());
         let (other, free) = (ids(&[10]), ids(&[5]));
