@@ -6,7 +6,7 @@
 use crate::base::{NodeId, OpId, PageId};
 
 use super::backup::Verdict;
-use super::node::{NIL, ROOT, Residency};
+use super::node::{NIL, NO_PAGE, ROOT, Residency};
 use super::op::OpKind;
 use super::{LoadEnd, LoadOutcome, LoadPlan, Tree, TreeError, forget_pages};
 
@@ -61,6 +61,32 @@ impl Tree {
             let node = &self.arena.nodes[id.index as usize];
             plan.node_pages.push(node.pages);
             plan.host_pages.extend_from_slice(&self.arena.runs[node.run as usize].host[node.range()]);
+        }
+        Ok(())
+    }
+
+    /// Appends the device pages of the path to `node` from page `from` of the path on, those being loaded included:
+    /// the rest of a page table whose head the caller has. O(pages appended + nodes they lie in).
+    ///
+    /// # Errors
+    /// Unknown node, or a node on that part of the path that has no device copy and none under way; then nothing is
+    /// appended.
+    pub fn path_pages(&self, node: NodeId, from: u32, out: &mut Vec<PageId>) -> Result<(), TreeError> {
+        let mut at = self.slot(node)?;
+        let end = self.arena.nodes[at as usize].end();
+        let start = out.len();
+        out.resize(start + end.saturating_sub(from) as usize, NO_PAGE);
+        while at != ROOT && self.arena.nodes[at as usize].end() > from {
+            let node = &self.arena.nodes[at as usize];
+            if node.device == Residency::Absent {
+                out.truncate(start);
+                return Err(TreeError::NotOnDevice(self.arena.id(at)));
+            }
+            let skipped = from.saturating_sub(node.depth);
+            let pages = &self.arena.runs[node.run as usize].device[node.range()][skipped as usize..];
+            let into = start + (node.depth + skipped - from) as usize;
+            out[into..into + pages.len()].copy_from_slice(pages);
+            at = node.parent;
         }
         Ok(())
     }

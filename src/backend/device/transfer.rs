@@ -1,0 +1,184 @@
+//! Transfers: the handle of a job in flight and the report of its end.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+
+use super::job::{CopyJob, Direction};
+use crate::base::{OpId, PageId};
+use crate::pool::PoolKind;
+
+/// A transfer of one device. Never reused.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct TransferId(pub u64);
+
+/// Where a transfer stands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TransferState {
+    /// Queued or running.
+    Pending,
+    /// Every byte is where it belongs.
+    Done,
+    /// It failed; the completion says how.
+    Failed,
+}
+
+/// Why a copy failed and what that means for its pages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("copy failed with code {code}{}", if *.quiescent { "" } else { ", its end cannot be proved" })]
+pub struct CopyFault {
+    /// The driver's number, or the one a test injected.
+    pub code: i32,
+    /// Whether the device proved that it no longer touches the pages. If not, they must go to quarantine,
+    /// not back to a pool. Destination bytes are undefined either way.
+    pub quiescent: bool,
+}
+
+/// How a transfer ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Outcome {
+    /// Every byte is where it belongs.
+    Done,
+    /// It failed as a whole.
+    Failed(CopyFault),
+}
+
+/// Pages of a transfer whose handle was dropped before it ended: nobody else may know them any more.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Parked {
+    /// Pool, pages read, pages written.
+    pub parts: Vec<(PoolKind, Vec<PageId>, Vec<PageId>)>,
+}
+
+/// The end of a transfer. From here on its pages are the caller's again.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[must_use]
+pub struct Completion {
+    /// The transfer.
+    pub transfer: TransferId,
+    /// The caller's name of the job.
+    pub op: OpId,
+    /// Which way it copied.
+    pub direction: Direction,
+    /// Bytes it moved, or was to move.
+    pub bytes: u64,
+    /// How it ended.
+    pub outcome: Outcome,
+    /// The pages, if the handle was dropped before the end.
+    pub parked: Option<Box<Parked>>,
+}
+
+const PENDING: u8 = 0;
+const DONE: u8 = 1;
+const FAILED: u8 = 2;
+
+/// What handle and device share.
+#[derive(Debug, Default)]
+pub(crate) struct Cell {
+    state: AtomicU8,
+    layers_ready: AtomicU32,
+    dropped: AtomicBool,
+}
+
+impl Cell {
+    /// Layers `0..layers` may be used. `Release`: who sees the count sees the bytes.
+    pub(crate) fn set_layers_ready(&self, layers: u32) {
+        self.layers_ready.store(layers, Ordering::Release);
+    }
+
+    /// Ends the transfer. `model_layers` become ready if it is done.
+    pub(crate) fn end(&self, outcome: Outcome, model_layers: u32) {
+        match outcome {
+            Outcome::Done => {
+                self.layers_ready.store(model_layers, Ordering::Release);
+                self.state.store(DONE, Ordering::Release);
+            }
+            Outcome::Failed(_) => self.state.store(FAILED, Ordering::Release),
+        }
+    }
+
+    /// Whether the handle is gone.
+    pub(crate) fn dropped(&self) -> bool {
+        self.dropped.load(Ordering::Acquire)
+    }
+}
+
+/// The handle of a transfer. Reading it costs an atomic load and needs no device. Dropping it before the
+/// end parks the pages: they come back in the [`Completion`].
+#[derive(Debug)]
+#[must_use = "dropping it early hands the pages to the completion"]
+pub struct Transfer {
+    id: TransferId,
+    cell: Arc<Cell>,
+}
+
+impl Transfer {
+    pub(crate) fn new(id: TransferId, cell: Arc<Cell>) -> Transfer {
+        Transfer { id, cell }
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn id(&self) -> TransferId {
+        self.id
+    }
+
+    /// Where it stands. Terminal states show at the latest when the completion is polled.
+    #[must_use]
+    pub fn state(&self) -> TransferState {
+        match self.cell.state.load(Ordering::Acquire) {
+            DONE => TransferState::Done,
+            FAILED => TransferState::Failed,
+            _ => TransferState::Pending,
+        }
+    }
+
+    /// How many layers of the model, from layer 0 on, are complete in every plane of the job.
+    #[must_use]
+    pub fn layers_ready(&self) -> u32 {
+        self.cell.layers_ready.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        self.cell.dropped.store(true, Ordering::Release);
+    }
+}
+
+/// The device's copy of a job in flight, enough to report and to park it.
+#[derive(Debug)]
+pub(crate) struct Record {
+    pub(crate) id: TransferId,
+    pub(crate) op: OpId,
+    pub(crate) direction: Direction,
+    pub(crate) bytes: u64,
+    pub(crate) pages: Parked,
+    pub(crate) cell: Arc<Cell>,
+}
+
+impl Record {
+    pub(crate) fn new(id: TransferId, job: &CopyJob<'_>, bytes: u64) -> Record {
+        let parts = job.parts.iter().map(|p| (p.pool, p.src.to_vec(), p.dst.to_vec())).collect();
+        let cell = Arc::new(Cell { state: AtomicU8::new(PENDING), ..Cell::default() });
+        Record { id, op: job.op, direction: job.direction, bytes, pages: Parked { parts }, cell }
+    }
+
+    /// The handle for the caller. Once per record.
+    pub(crate) fn handle(&self) -> Transfer {
+        Transfer::new(self.id, Arc::clone(&self.cell))
+    }
+
+    /// Ends the transfer and makes the report.
+    pub(crate) fn complete(self, outcome: Outcome, model_layers: u32) -> Completion {
+        self.cell.end(outcome, model_layers);
+        let parked = self.cell.dropped().then(|| Box::new(self.pages));
+        Completion {
+            transfer: self.id,
+            op: self.op,
+            direction: self.direction,
+            bytes: self.bytes,
+            outcome,
+            parked,
+        }
+    }
+}

@@ -1,0 +1,9 @@
+//! Host memory: arenas of pages, the claims that guard them, and the copies between two arenas.
+
+mod arena;
+mod claim;
+mod copy;
+
+pub use arena::{HostArena, MemoryError, Order, POISON_BYTE, PageRange};
+pub use claim::{Access, PageClaim};
+pub(crate) use copy::copy_layers;
