@@ -398,6 +398,40 @@ fn an_insert_waits_for_the_load_it_meets() {
     rig.check_bytes(key(&tokens), &pages);
 }
 
+#[test]
+fn a_held_lock_is_where_the_next_look_up_goes_on() {
+    for view in [KeyView::Plain, KeyView::Bigram] {
+        let mut rig = Rig::new(TreeConfig { view, ..config(2) }, 32, 32);
+        let long: Vec<u32> = row("abcdefgh");
+        let key = |n: usize| Key { view, ..key(&long[..n]) };
+        rig.insert(key(9)).unwrap();
+        let mut pages = Vec::new();
+        let (found, lock, _) = rig.tree.match_and_lock(key(7), &mut pages);
+        assert_eq!(
+            (found.device_pages, rig.tree.match_from(&lock, key(7), &mut pages)),
+            (3, Ok(found.clone()))
+        );
+        assert_eq!(pages.len(), 3);
+        // Another request went further meanwhile.
+        rig.insert(key(16)).unwrap();
+        let more = rig.tree.match_from(&lock, key(16), &mut pages).unwrap();
+        let mut whole = Vec::new();
+        assert_eq!((rig.tree.match_prefix(key(16), &mut whole), whole), (more, pages));
+        let mut other = long.clone();
+        other[5] += 1;
+        let refused = rig.tree.match_from(&lock, Key { tokens: &other, ..key(16) }, &mut Vec::new());
+        assert_eq!(refused, Err(TreeError::NotContinuing));
+        let short = rig.tree.match_from(&lock, key(4), &mut Vec::new());
+        assert_eq!(short, Err(TreeError::NotContinuing));
+        rig.tree.unlock(lock).unwrap();
+        let root = rig.tree.lock(rig.tree.root()).unwrap();
+        let found = rig.tree.match_from(&root, key(16), &mut Vec::new()).unwrap();
+        assert_eq!(found, rig.tree.peek(key(16)));
+        rig.tree.unlock(root).unwrap();
+        rig.check();
+    }
+}
+
 /// sgl#31902: a refill under an anchor without a host copy stamped its children and broke the tree later.
 #[test]
 fn a_refill_under_an_unbacked_anchor_is_dropped_whole() {

@@ -6,7 +6,7 @@ use crate::base::{NamespaceId, PageId};
 use crate::key::Key;
 
 use super::node::{NIL, ROOT, Residency};
-use super::{DeviceLock, HostPin, Matched, Tree};
+use super::{DeviceLock, HostPin, Matched, Tree, TreeError};
 
 /// Where a walk ended.
 #[derive(Clone, Copy, Debug)]
@@ -205,6 +205,65 @@ impl Tree {
         }
         self.path = path;
         found
+    }
+
+    /// A look-up that goes on where `held` ends, for a request that holds the lock of an earlier one: the locked prefix is
+    /// neither walked nor compared, except for its last page, and its pages are not written again. `key` is the whole key, and
+    /// must begin with the tokens of the earlier one. The match counts from the root; only the device pages past the lock
+    /// are appended. O(tokens past the lock), with components O(tokens).
+    ///
+    /// # Errors
+    /// A receipt of another tree or of before a reset, or a key that does not continue it.
+    pub fn match_from(
+        &mut self,
+        held: &DeviceLock,
+        key: Key<'_>,
+        pages: &mut Vec<PageId>,
+    ) -> Result<Matched, TreeError> {
+        self.check_key(key)?;
+        let anchor = self.slot(held.node)?;
+        let node = &self.arena.nodes[anchor as usize];
+        if node.own_locks == 0 {
+            return Err(TreeError::ForeignReceipt(held.node));
+        }
+        if anchor != ROOT && (node.ns != key.ns || !self.ends_in(anchor, key)) {
+            return Err(TreeError::NotContinuing);
+        }
+        let depth = node.end();
+        if anchor == ROOT || self.has_components() || node.device != Residency::Present {
+            let from = pages.len();
+            let found = self.match_prefix(key, pages);
+            let known = (depth as usize).min(pages.len() - from);
+            pages.drain(from..from + known);
+            return Ok(found);
+        }
+        self.tick();
+        let mut found = self.empty_match();
+        (found.node, found.device_node, found.device_pages) = (held.node, held.node, depth);
+        let path = self.walk_and_split(anchor, key.from_page(depth, self.page_size));
+        for &at in &path {
+            let node = &self.arena.nodes[at as usize];
+            if node.device == Residency::Present {
+                pages.extend_from_slice(&self.arena.runs[node.run as usize].device[node.range()]);
+            }
+            self.extend_match(&mut found, at, node.pages, true);
+        }
+        // The locked nodes stand in no order; their release counts as their use.
+        for &at in path.iter().rev() {
+            self.orders.touch(&mut self.arena, at);
+        }
+        found.full_pages = found.depth_pages();
+        self.path = path;
+        Ok(found)
+    }
+
+    /// True if the key has the tokens of the node's last page in their place.
+    fn ends_in(&self, at: u32, key: Key<'_>) -> bool {
+        let last = self.page_size as usize + self.view.overlap();
+        let end =
+            self.arena.nodes[at as usize].end() as usize * self.page_size as usize + self.view.overlap();
+        let mine = self.tokens_of(at);
+        key.tokens.get(end - last..end) == Some(&mine[mine.len() - last..])
     }
 
     /// Shortens a path to what its components allow, with nodes ending at both borders. Returns the end of the device
