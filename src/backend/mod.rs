@@ -1,10 +1,10 @@
 //! Floor 4: what touches memory, devices, files and sockets.
 
-pub mod identity;
 #[cfg(feature = "host")]
 pub mod device;
 #[cfg(feature = "host")]
 pub mod host;
+pub mod identity;
 #[cfg(feature = "host")]
 pub mod region;
 #[cfg(feature = "host")]

@@ -9,7 +9,10 @@
 //! reads, is an error until that one has completed. Nothing orders a copy and the model's compute but the
 //! [`Fence`], which is therefore an argument.
 
+#[cfg(feature = "cpu-kernels")]
+pub mod cpu;
 mod job;
+pub mod kernels;
 mod soft;
 mod transfer;
 

@@ -3,7 +3,9 @@
 mod arena;
 mod claim;
 mod copy;
+mod sum;
 
 pub use arena::{HostArena, MemoryError, Order, POISON_BYTE, PageRange};
 pub use claim::{Access, PageClaim};
 pub(crate) use copy::copy_layers;
+pub use sum::page_sum;
