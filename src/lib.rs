@@ -4,6 +4,11 @@
 
 pub mod backend;
 pub mod base;
+#[cfg(feature = "host")]
+pub mod engine;
 pub mod key;
 pub mod pool;
+#[cfg(feature = "sim")]
+pub mod sim;
+pub mod tiers;
 pub mod tree;

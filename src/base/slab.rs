@@ -87,7 +87,8 @@ mod tests {
         assert_eq!(slab.remove(a), Some("a"));
         let b = slab.insert("b");
         assert_eq!((a.index, a.generation + 1), (b.index, b.generation));
-        assert_eq!((slab.get(a), slab.remove(a), slab.get(b)), (None, None, Some(&"b")));
+        assert_eq!(slab.remove(a), None);
+        assert_eq!((slab.get(a), slab.get(b)), (None, Some(&"b")));
         assert_eq!(slab.iter().map(|(k, v)| (k, *v)).collect::<Vec<_>>(), [(b, "b")]);
     }
 }

@@ -60,6 +60,12 @@ impl PagePool {
         self.capacity - self.used_pages()
     }
 
+    /// Ids handed out so far, free ones included: every id at or above it was never used.
+    #[must_use]
+    pub fn issued_pages(&self) -> u32 {
+        self.fresh
+    }
+
     /// Pages that are out.
     #[must_use]
     pub fn used_pages(&self) -> u32 {

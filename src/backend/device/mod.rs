@@ -122,6 +122,9 @@ pub trait Device: Send {
     /// O(pages). On `Refused` and on an error nothing changed and the pages are the caller's.
     fn submit(&mut self, job: &CopyJob<'_>, after: Fence) -> Result<Submit, DeviceError>;
 
+    /// The fence behind all compute work launched so far: for pages whose last use nobody can name.
+    fn launched(&self) -> Fence;
+
     /// Appends the jobs that ended since the last call, in the order they ended.
     fn poll(&mut self, out: &mut Vec<Completion>) -> Result<(), DeviceError>;
 

@@ -531,6 +531,10 @@ impl Drop for Owner {
 }
 
 impl Device for SoftDevice {
+    fn launched(&self) -> Fence {
+        self.fence()
+    }
+
     fn geometry(&self) -> &Arc<Geometry> {
         self.memory().geometry()
     }
