@@ -11,13 +11,17 @@
 
 #[cfg(feature = "cpu-kernels")]
 pub mod cpu;
+pub mod driver;
 mod job;
 pub mod kernels;
+pub mod plan;
 mod soft;
+mod stream;
 mod transfer;
 
 pub use job::{CopyJob, CopyPart, Direction, JobError};
 pub use soft::{Mode, SoftDevice, SoftFault, SoftOptions, Step};
+pub use stream::{DevicePlane, StreamDevice};
 pub use transfer::{Completion, CopyFault, Outcome, Parked, Transfer, TransferId, TransferState};
 
 use std::sync::Arc;
@@ -78,6 +82,9 @@ pub enum DeviceError {
     /// The memory of the device or of the arena could not be had.
     #[error(transparent)]
     Memory(#[from] crate::backend::host::MemoryError),
+    /// The transfer failed; its completion says how.
+    #[error("the transfer failed")]
+    TransferFailed,
     /// A worker thread could not be started.
     #[error("cannot start a worker thread: {source}")]
     Thread {
