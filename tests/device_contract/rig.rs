@@ -89,14 +89,28 @@ pub(crate) fn stream_rigs() -> Vec<Rig> {
     let engine = CostModel { link_bytes_per_us: 1000, descriptor_ns: 1, kernel_bytes_per_us: 1 };
     let kernel = CostModel { link_bytes_per_us: 1, descriptor_ns: 1, kernel_bytes_per_us: 1_000_000 };
     let ring = Some(Ring { stages: 3, stage_bytes: 1024 });
-    let base = PlanOptions { policy: CopyPolicy::Throughput, cost: engine, ..PlanOptions::default() };
+    let base = PlanOptions {
+        policy: CopyPolicy::Throughput,
+        to_host: engine,
+        to_device: engine,
+        ..PlanOptions::default()
+    };
     let options = [
         ("copy engine", base),
         ("no kernels", PlanOptions { kernels: false, ..base }),
-        ("kernels", PlanOptions { cost: kernel, ..base }),
-        ("ring", PlanOptions { cost: kernel, ring, ..base }),
+        ("kernels", PlanOptions { to_host: kernel, to_device: kernel, ..base }),
+        ("ring", PlanOptions { to_host: kernel, to_device: kernel, ring, ..base }),
         ("slices", PlanOptions { slice_bytes: 700, large_params: false, ..base }),
-        ("kernel slices", PlanOptions { cost: kernel, slice_bytes: 1500, large_params: false, ..base }),
+        (
+            "kernel slices",
+            PlanOptions {
+                to_host: kernel,
+                to_device: kernel,
+                slice_bytes: 1500,
+                large_params: false,
+                ..base
+            },
+        ),
         ("staged", PlanOptions { policy: CopyPolicy::Latency, staging_bytes: 4096, ..base }),
         ("chunked", PlanOptions { host_chunk_pages: 2, ..base }),
     ];

@@ -11,6 +11,8 @@
 
 #[cfg(feature = "cpu-kernels")]
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod driver;
 mod job;
 pub mod kernels;
@@ -91,6 +93,10 @@ pub enum DeviceError {
         /// What the system said.
         source: std::io::Error,
     },
+    /// There is no CUDA device to be had.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(cuda::CudaError),
     /// The driver failed; the device takes no more work.
     #[error("driver call {call} failed with code {code}")]
     Driver {

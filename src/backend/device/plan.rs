@@ -52,8 +52,10 @@ pub enum CopyPolicy {
 pub struct PlanOptions {
     /// What to be good at.
     pub policy: CopyPolicy,
-    /// The device's numbers.
-    pub cost: CostModel,
+    /// The device's numbers towards the host.
+    pub to_host: CostModel,
+    /// The device's numbers from the host.
+    pub to_device: CostModel,
     /// Blocks of a register kernel across the link. Two saturate PCIe; full grids have stalled models.
     pub quota_blocks: u32,
     /// Blocks of the ring across the link.
@@ -80,7 +82,8 @@ impl Default for PlanOptions {
     fn default() -> PlanOptions {
         PlanOptions {
             policy: CopyPolicy::Auto,
-            cost: CostModel::PCIE5,
+            to_host: CostModel::PCIE5,
+            to_device: CostModel::PCIE5,
             quota_blocks: 2,
             quota_ring_blocks: 1,
             local_blocks: 132,
@@ -268,18 +271,19 @@ impl Planner {
             // The copy engine is slower than kernels inside the device, up to 20 times where it overlaps.
             return Engine::Kernel;
         }
+        let cost = if piece.direction == Direction::DeviceToHost { o.to_host } else { o.to_device };
         let pages = piece.pages.src.len() as u64;
         let bytes = pages * piece.copy.page_bytes();
         let descriptors = self.descriptors(piece);
         let rate = |per_us: u32| bytes * 1000 / u64::from(per_us.max(1));
-        let link_ns = rate(o.cost.link_bytes_per_us);
-        let engine_ns = link_ns + descriptors * u64::from(o.cost.descriptor_ns);
+        let link_ns = rate(cost.link_bytes_per_us);
+        let engine_ns = link_ns + descriptors * u64::from(cost.descriptor_ns);
         let launches = pages.div_ceil(self.pairs_per_launch(&piece.kernel_copy, piece.kernel()) as u64);
-        let kernel_ns = rate(o.cost.kernel_bytes_per_us) + launches * LAUNCH_NS;
+        let kernel_ns = rate(cost.kernel_bytes_per_us) + launches * LAUNCH_NS;
         let staged_ns = piece.can_stage(o.staging_bytes).then(|| {
             let chunks = pages.div_ceil((o.staging_bytes / piece.plane.page_bytes()).max(1));
             let relayout = 2 * link_ns / LOCAL_PER_LINK + chunks * LAUNCH_NS;
-            link_ns + relayout + pages * u64::from(o.cost.descriptor_ns)
+            link_ns + relayout + pages * u64::from(cost.descriptor_ns)
         });
         let near = |ns: u64| ns <= kernel_ns + kernel_ns / 20;
         match o.policy {
@@ -526,5 +530,172 @@ impl<'a> Piece<'a> {
             None => side.base + u64::from(layer) * side.layer_step + u64::from(part) * side.part_step,
         };
         inner.wrapping_add(page)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::OpId;
+
+    const PAGES: u32 = 8192;
+
+    /// Sixty-four tokens of 1 KiB rows: the run is 64 KiB per layer and part on a layer-first device.
+    fn geometry() -> Geometry {
+        Geometry::builder(64).plane(Plane::target(8, 1024)).build().unwrap()
+    }
+
+    fn places(g: &Geometry, layer_first: bool) -> [PlanePlaces<'static>; 1] {
+        let p = &g.planes()[0];
+        let host = Side {
+            base: 1 << 40,
+            page_step: p.page_bytes(),
+            layer_step: p.layer_bytes(),
+            part_step: p.part_bytes(),
+            table: 0,
+        };
+        let n = u64::from(PAGES);
+        let device = match layer_first {
+            false => Side { base: 1 << 44, ..host },
+            true => Side {
+                base: 1 << 44,
+                page_step: p.part_bytes(),
+                layer_step: n * p.layer_bytes(),
+                part_step: n * p.part_bytes(),
+                table: 0,
+            },
+        };
+        let at = |side| PlaneAddress { side, bases: None };
+        [PlanePlaces { device: at(device), host: at(host), host_mapped: at(host) }]
+    }
+
+    fn pages(n: u32, step: u32) -> Vec<PageId> {
+        (0..n).map(|i| PageId(i * step % PAGES)).collect()
+    }
+
+    fn plan(
+        options: PlanOptions,
+        layer_first: bool,
+        direction: Direction,
+        src: &[PageId],
+        dst: &[PageId],
+        by_layer: bool,
+    ) -> Planner {
+        let g = geometry();
+        let parts = [CopyPart::full(src, dst)];
+        let job = CopyJob { op: OpId(1), direction, parts: &parts, by_layer };
+        let mut planner = Planner::new(options);
+        planner.plan(&job, &g, &places(&g, layer_first));
+        planner
+    }
+
+    fn engines(planner: &mut Planner) -> (usize, usize) {
+        let steps = &planner.plan_mut().steps;
+        let launches = steps.iter().filter(|s| matches!(s, PlanStep::Launch { .. })).count();
+        (planner.plan_mut().len.len(), launches)
+    }
+
+    #[test]
+    fn neighbours_on_both_sides_are_one_descriptor() {
+        let (src, dst) = (pages(32, 1), pages(32, 1));
+        let options = PlanOptions { slice_bytes: 1 << 30, ..PlanOptions::default() };
+        let mut p = plan(options, false, Direction::DeviceToHost, &src, &dst, false);
+        assert_eq!(engines(&mut p), (1, 0));
+        assert_eq!(p.plan_mut().len, [32 << 20]);
+        // A gap on one side ends a run; so does the border of a registration.
+        let mut gap = dst.clone();
+        gap[16..].iter_mut().for_each(|p| p.0 += 1);
+        let mut p = plan(options, false, Direction::DeviceToHost, &src, &gap, false);
+        assert_eq!(p.plan_mut().len, [16 << 20, 16 << 20]);
+        let chunked = PlanOptions { host_chunk_pages: 8, ..options };
+        let mut p = plan(chunked, false, Direction::HostToDevice, &src, &dst, false);
+        assert_eq!(p.plan_mut().len, [8 << 20; 4]);
+    }
+
+    #[test]
+    fn batches_are_cut_into_slices_that_hold_every_byte() {
+        let (src, dst) = (pages(100, 3), pages(100, 5));
+        let mut p = plan(PlanOptions::default(), false, Direction::DeviceToHost, &src, &dst, false);
+        let plan = p.plan_mut();
+        assert_eq!(plan.len.iter().sum::<usize>(), 100 << 20);
+        let mut next = 0;
+        for step in &plan.steps {
+            let PlanStep::Batch { first, count } = *step else { panic!("{step:?}") };
+            assert_eq!(first, next);
+            next += count;
+            let bytes: usize = plan.len[first..next].iter().sum();
+            assert!(bytes <= 64 << 20);
+        }
+        assert_eq!((next, plan.steps.len()), (plan.len.len(), 2));
+    }
+
+    /// The table of choices for the common shapes on PCIe 5, one row each.
+    #[test]
+    fn the_choice_of_engine() {
+        let (src, dst) = (pages(256, 3), pages(256, 5));
+        let base = PlanOptions::default();
+        let ring = PlanOptions { ring: Some(Ring { stages: 6, stage_bytes: 32 << 10 }), ..base };
+        let staging = PlanOptions { staging_bytes: 64 << 20, ..base };
+        let policy = |policy, o: PlanOptions| PlanOptions { policy, ..o };
+        let (d2h, h2d) = (Direction::DeviceToHost, Direction::HostToDevice);
+        let runs = 256 * 16;
+        let rows = [
+            // Whole pages of 1 MiB: the copy engine.
+            (base, false, d2h, (256, 0)),
+            (base, false, h2d, (256, 0)),
+            // Runs of 64 KiB: 0.87 of the link by the engine, so a kernel; staged where there is memory.
+            (base, true, d2h, (0, 4)),
+            (base, true, h2d, (0, 4)),
+            (ring, true, h2d, (0, 4)),
+            (staging, true, d2h, (256, 4)),
+            // A model decodes: no kernel from 32 KiB on.
+            (policy(CopyPolicy::Latency, base), true, h2d, (runs, 0)),
+            (policy(CopyPolicy::Throughput, base), true, h2d, (0, 4)),
+            // No kernels at all.
+            (PlanOptions { kernels: false, ..base }, true, h2d, (runs, 0)),
+            // Inside the device always a kernel.
+            (base, false, Direction::DeviceToDevice, (0, 4)),
+        ];
+        for (i, (options, layer_first, direction, want)) in rows.into_iter().enumerate() {
+            let mut p = plan(options, layer_first, direction, &src, &dst, false);
+            assert_eq!(engines(&mut p), want, "row {i}");
+            let first = p.plan_mut().steps[0];
+            if let PlanStep::Launch { kernel, grid, .. } = first {
+                let local = direction == Direction::DeviceToDevice || options.staging_bytes > 0;
+                assert_eq!(kernel == Kernel::Bulk, options.ring.is_some(), "row {i}");
+                assert!(local || grid <= 2, "row {i}: {grid} blocks across the link");
+            }
+        }
+    }
+
+    #[test]
+    fn layers_come_in_order_and_are_marked() {
+        let (src, dst) = (pages(10, 3), pages(10, 5));
+        let mut p = plan(PlanOptions::default(), true, Direction::HostToDevice, &src, &dst, true);
+        let marks: Vec<u32> = p
+            .plan_mut()
+            .steps
+            .iter()
+            .filter_map(|s| match s {
+                PlanStep::LayersDone(n) => Some(*n),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(marks, (1..=8).collect::<Vec<_>>());
+        assert!(matches!(p.plan_mut().steps.last(), Some(PlanStep::LayersDone(8))));
+    }
+
+    #[test]
+    fn the_same_job_gives_the_same_plan_and_no_buffer_grows() {
+        let (src, dst) = (pages(4096, 3), pages(4096, 5));
+        let g = geometry();
+        let parts = [CopyPart::full(&src, &dst)];
+        let job = CopyJob { op: OpId(1), direction: Direction::DeviceToHost, parts: &parts, by_layer: false };
+        let mut planner = Planner::new(PlanOptions::default());
+        let steps = planner.plan(&job, &g, &places(&g, false)).steps.clone();
+        let sizes = |p: &Plan| (p.steps.capacity(), p.src.capacity(), p.dst.capacity(), p.len.capacity());
+        let before = sizes(planner.plan_mut());
+        assert_eq!(planner.plan(&job, &g, &places(&g, false)).steps, steps);
+        assert_eq!(sizes(planner.plan_mut()), before);
     }
 }
