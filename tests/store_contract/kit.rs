@@ -127,3 +127,9 @@ pub(crate) fn bytes_of(n: u64, len: usize) -> Vec<u8> {
     let mut rng = Rng(n.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
     (0..len).map(|_| rng.next() as u8).collect()
 }
+
+/// A test that cannot run here says so; where everything must run (`SAPWOOD_REQUIRE_SERVICES`), it fails.
+pub(crate) fn skip(what: &str) {
+    assert!(std::env::var_os("SAPWOOD_REQUIRE_SERVICES").is_none(), "needs {what}");
+    println!("SKIPPED: needs {what}");
+}

@@ -1,6 +1,6 @@
 //! The log: where the next record goes, what is where, and what is thrown away for it.
 //!
-//! Lock order: `barrier`, `tail`, `index`. The index is never held across I/O.
+//! Lock order: `barrier`, `tail`, `index`, `dirty`. The index is never held across I/O.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -79,9 +79,14 @@ impl Index {
 pub(super) struct Tail {
     active: Option<(Arc<Segment>, u64)>,
     next_id: u32,
-    /// Segments written to since the last sync.
-    dirty: BTreeMap<u32, Arc<Segment>>,
-    names_dirty: bool,
+}
+
+/// What the next sync has to do.
+#[derive(Debug, Default)]
+struct Dirty {
+    /// Segments written to.
+    segments: BTreeMap<u32, Arc<Segment>>,
+    names: bool,
 }
 
 /// Why there is no place for a record.
@@ -115,7 +120,8 @@ pub(super) struct Log {
     /// Puts hold it shared from place to commit, removals alone: so the order of the records of one key is
     /// the order of their effects, also after a restart.
     pub(super) barrier: RwLock<()>,
-    pub(super) tail: Mutex<Tail>,
+    tail: Mutex<Tail>,
+    dirty: Mutex<Dirty>,
     pub(super) index: Mutex<Index>,
     pub(super) counters: Counters,
 }
@@ -128,6 +134,7 @@ impl Log {
             config,
             barrier: RwLock::default(),
             tail: Mutex::new(Tail { next_id, ..Tail::default() }),
+            dirty: Mutex::default(),
             index: Mutex::new(index),
             counters: Counters::default(),
         }
@@ -155,7 +162,7 @@ impl Log {
         *at += segment.head.record_bytes(payload);
         place.segment.begin_write();
         let segment = Arc::clone(&place.segment);
-        tail.dirty.entry(segment.head.id).or_insert(segment);
+        locked(&self.dirty).segments.entry(segment.head.id).or_insert(segment);
         Ok((place, spent))
     }
 
@@ -178,7 +185,7 @@ impl Log {
                 match made {
                     Ok(seg) => {
                         tail.next_id = tail.next_id.checked_add(1).ok_or(NoPlace::Full)?;
-                        tail.names_dirty = true;
+                        locked(&self.dirty).names = true;
                         let seg = Arc::new(seg);
                         locked(&self.index).segments.insert(seg.head.id, Arc::clone(&seg));
                         return Ok(seg);
@@ -225,12 +232,14 @@ impl Log {
         index.segments.remove(&id);
         let dropped = (before - index.pages.len()) as u64;
         drop(index);
+        locked(&self.dirty).segments.remove(&id);
         for name in [segment.name.clone(), index_name(id)] {
             match self.root.unlink(&name) {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
                 _ => {}
             }
         }
+        segment.release();
         Ok(dropped)
     }
 
@@ -255,22 +264,14 @@ impl Log {
 
     /// Makes everything committed durable.
     pub(super) fn sync(&self) -> io::Result<()> {
-        let (dirty, names) = {
-            let mut tail = locked(&self.tail);
-            let names = std::mem::take(&mut tail.names_dirty);
-            (std::mem::take(&mut tail.dirty), names)
-        };
-        let synced = dirty
-            .values()
-            // An evicted segment has nothing to make durable.
-            .filter(|s| locked(&self.index).segments.contains_key(&s.head.id))
-            .try_for_each(|s| s.sync())
-            .and_then(|()| if names { self.root.sync() } else { Ok(()) });
+        let todo = std::mem::take(&mut *locked(&self.dirty));
+        let synced = (todo.segments.values().try_for_each(|s| s.sync()))
+            .and_then(|()| if todo.names { self.root.sync() } else { Ok(()) });
         if synced.is_err() {
-            let mut tail = locked(&self.tail);
-            tail.names_dirty |= names;
-            for (id, s) in dirty {
-                tail.dirty.entry(id).or_insert(s);
+            let mut dirty = locked(&self.dirty);
+            dirty.names |= todo.names;
+            for (id, s) in todo.segments {
+                dirty.segments.entry(id).or_insert(s);
             }
         }
         synced

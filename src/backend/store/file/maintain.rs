@@ -128,10 +128,24 @@ impl FileStore {
         Ok(report)
     }
 
-    /// Deletes segments in which nothing is found any more. Returns how many.
+    /// Deletes segments in which nothing is found any more, and files that were put aside. Returns how many.
     pub fn gc(&self) -> Result<u64, StoreError> {
         let _inside = self.inner.gate.enter().ok_or(StoreError::Closed)?;
-        self.inner.log.drop_dead().map_err(|source| StoreError::Io { op: "gc", source })
+        let log = &self.inner.log;
+        let put_aside = || -> std::io::Result<u64> {
+            let names = log.root.names()?;
+            let bad = names
+                .iter()
+                .filter(|n| n.strip_prefix("bad-").is_some_and(|log| super::segment::id_of(log).is_some()));
+            bad.map(|name| match log.root.unlink(name) {
+                // A directory is not ours whatever its name.
+                Err(e) if e.kind() == std::io::ErrorKind::IsADirectory => Ok(0),
+                unlinked => unlinked.map(|()| 1),
+            })
+            .sum()
+        };
+        let tidied = log.drop_dead().and_then(|n| Ok(n + put_aside()?));
+        tidied.map_err(|source| StoreError::Io { op: "gc", source })
     }
 }
 

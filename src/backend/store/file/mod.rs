@@ -210,10 +210,15 @@ fn engine_of(config: &FileConfig) -> Result<Box<dyn Engine>, OpenError> {
 impl Inner {
     fn seal(&self, spent: &Spent) {
         let segment = &spent.segment;
-        // One that was evicted meanwhile has nothing to seal.
-        if locked(&self.log.index).segments.contains_key(&segment.head.id)
-            && let Err(error) = segment.seal(&self.log.root, spent.used)
-        {
+        let evicted = || !locked(&self.log.index).segments.contains_key(&segment.head.id);
+        if evicted() {
+            return;
+        }
+        let sealed = segment.seal(&self.log.root, spent.used);
+        if evicted() {
+            // Evicted while it was sealed: its index file may have come after the deletion.
+            let _ = self.log.root.unlink(&segment::index_name(segment.head.id));
+        } else if let Err(error) = sealed {
             self.degraded.store(true, Relaxed);
             tracing::warn!(file = %segment.name, %error, "cannot seal a segment");
         }

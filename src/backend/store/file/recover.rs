@@ -42,7 +42,7 @@ pub(super) fn load(root: &Root, config: &FileConfig) -> Result<(Index, Recovery)
     sweep(root, &names, &heads, &mut found).map_err(failed("tidy up"))?;
     let mut loaded = Loading::default();
     for (id, head) in heads {
-        let Some(head) = head else { continue };
+        let Ok(head) = head else { continue };
         loaded.segment(root, config, id, head, &mut found).map_err(failed("read a segment of"))?;
     }
     let index = loaded.finish();
@@ -50,17 +50,23 @@ pub(super) fn load(root: &Root, config: &FileConfig) -> Result<(Index, Recovery)
     Ok((index, found))
 }
 
-/// The head of each log file, oldest first; `None` for one that is not a segment.
-fn read_heads(root: &Root, names: &[String]) -> Result<Vec<(u32, Option<Head>)>, OpenError> {
-    let mut heads = Vec::new();
+/// The head of each log file, oldest first.
+type Heads = Vec<(u32, Result<Head, Unusable>)>;
+
+fn read_heads(root: &Root, names: &[String]) -> Result<Heads, OpenError> {
+    let mut heads = Heads::new();
     for id in segment_ids(names) {
         let name = log_name(id);
         let mut bytes = [0; HEAD_BYTES];
-        let read = root.open_file(&name).and_then(|f| f.read_exact_at(&mut bytes, 0));
+        let read = root.open_file(&name).and_then(|f| match f.read_exact_at(&mut bytes, 0) {
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof && f.metadata()?.len() == 0 => Ok(()),
+            read => read,
+        });
         let head = match read.map(|()| Head::decode(&bytes)) {
-            Ok(Ok(head)) if head.id == id => Some(head),
+            Ok(Ok(head)) if head.id == id => Ok(head),
             Ok(Err(Unusable::Version(found))) => return Err(OpenError::Version { name, found }),
-            _ => None,
+            Ok(Err(why)) => Err(why),
+            _ => Err(Unusable::Damaged),
         };
         heads.push((id, head));
     }
@@ -71,7 +77,7 @@ fn read_heads(root: &Root, names: &[String]) -> Result<Vec<(u32, Option<Head>)>,
 fn sweep(
     root: &Root,
     names: &[String],
-    heads: &[(u32, Option<Head>)],
+    heads: &[(u32, Result<Head, Unusable>)],
     found: &mut Recovery,
 ) -> io::Result<()> {
     for name in names {
@@ -83,11 +89,15 @@ fn sweep(
         }
     }
     for (id, head) in heads {
-        if head.is_none() {
-            let name = log_name(*id);
-            tracing::warn!(file = %name, "not a segment of this store, put aside");
-            root.rename(&name, &format!("bad-{name}"))?;
-            found.files_put_aside += 1;
+        let name = log_name(*id);
+        match head {
+            Ok(_) => {}
+            Err(Unusable::Blank) => root.unlink(&name)?,
+            Err(_) => {
+                tracing::warn!(file = %name, "not a segment of this store, put aside");
+                root.rename(&name, &format!("bad-{name}"))?;
+                found.files_put_aside += 1;
+            }
         }
     }
     Ok(())
@@ -114,7 +124,10 @@ impl Loading {
         let direct = config.io == super::IoMode::Direct;
         let segment = Arc::new(Segment::of(root, head, name, file, disk_bytes, direct));
         self.index.segments.insert(id, Arc::clone(&segment));
-        let from_index = root.read(&index_name(id)).ok().and_then(|b| decode_index(&head, b));
+        let from_index = root.read(&index_name(id)).ok().and_then(|b| {
+            segment.disk_bytes.fetch_add(b.len().next_multiple_of(4096) as u64, Relaxed);
+            decode_index(&head, b)
+        });
         match from_index {
             Some(entries) => {
                 found.segments_indexed += 1;

@@ -11,7 +11,7 @@
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt as _};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
@@ -49,6 +49,8 @@ pub(super) struct Head {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Unusable {
     Damaged,
+    /// Nothing in it: its making was interrupted.
+    Blank,
     Version(u16),
 }
 
@@ -79,6 +81,9 @@ impl Head {
 
     pub(super) fn decode(bytes: &[u8]) -> Result<Head, Unusable> {
         let bytes: &[u8; HEAD_BYTES] = bytes.first_chunk().ok_or(Unusable::Damaged)?;
+        if bytes.iter().all(|&b| b == 0) {
+            return Err(Unusable::Blank);
+        }
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let mut plain = *bytes;
         plain[60..].fill(0);
@@ -152,7 +157,7 @@ pub(super) struct Segment {
     /// Bypasses the page cache.
     pub(super) direct: Option<File>,
     witness: Option<Arc<dyn Witness>>,
-    /// Bytes of blocks that the file holds.
+    /// Bytes of blocks that it holds, its index file included.
     pub(super) disk_bytes: AtomicU64,
     /// Pages in it that are still found.
     pub(super) live: AtomicU64,
@@ -259,6 +264,12 @@ impl Segment {
         }
     }
 
+    /// Gives all blocks back at once, although readers may still hold the deleted file: they find its end and
+    /// then the page missing. Best effort.
+    pub(super) fn release(&self) {
+        let _ = self.file.set_len(0);
+    }
+
     /// Cuts the unused end off.
     fn truncate(&self, len: u64) -> io::Result<()> {
         let before = self.file.metadata()?.len();
@@ -294,6 +305,7 @@ impl Segment {
         file.sync_data()?;
         self.saw(DiskEvent::SyncFile { name: &tmp });
         root.rename(&tmp, &name)?;
+        self.disk_bytes.fetch_add(file.metadata()?.blocks().saturating_mul(512), Relaxed);
         root.sync()
     }
 }
