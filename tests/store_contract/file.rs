@@ -428,6 +428,40 @@ fn an_object_larger_than_a_segment_is_refused() {
     assert!(a.read(0, max) == bytes_of(1, max));
 }
 
+/// A page is removed, and its blocks given back, while others read it: they may miss it, but nobody calls it
+/// corrupt and nobody sees half of it.
+#[test]
+fn a_removal_under_readers_is_a_miss_never_corruption() {
+    const BIG: usize = 512 << 10;
+    let dir = tempfile::tempdir().unwrap();
+    let mut c = config(&dir.path().join("s"));
+    (c.bytes_max, c.segment_bytes) = (64 << 20, 8 << 20);
+    let store = FileStore::open(c).unwrap();
+    let whole = bytes_of(1, BIG);
+    let over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|s| {
+        for _ in 0..3 {
+            s.spawn(|| {
+                let a = Arena::new(&store, BIG);
+                while !over.load(std::sync::atomic::Ordering::Relaxed) {
+                    let outcome = store.get(&[item(1, a.span(0, BIG))], &Call::unbounded())[0];
+                    assert!(matches!(outcome, Outcome::Ok(_) | Outcome::Missing), "{outcome:?}");
+                    assert!(!outcome.is_ok() || a.read(0, BIG) == whole);
+                }
+            });
+        }
+        let a = Arena::new(&store, BIG);
+        a.write(0, &whole);
+        for _ in 0..150 {
+            assert!(store.put(&[item(1, a.span(0, BIG))], &Call::unbounded())[0].is_ok());
+            std::thread::yield_now();
+            assert!(store.remove(&[key(1)], &Call::unbounded())[0].is_ok());
+        }
+        over.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    assert_eq!(store.stats().corrupt_total, 0);
+}
+
 /// Readers, writers, removals and evictions at once: whatever is found is right, and nothing is called
 /// corrupt that was merely removed or evicted under a reader.
 #[test]

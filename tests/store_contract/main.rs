@@ -6,3 +6,4 @@ mod crash;
 mod file;
 mod identity;
 mod kit;
+mod wrap;

@@ -1,0 +1,3 @@
+//! Floor 1: pages as numbers. No memory, no I/O.
+
+pub mod layout;
