@@ -25,8 +25,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub mod batch;
+pub mod clock;
 pub mod envelope;
+pub mod fault;
+mod gate;
+pub mod mem;
 pub mod regions;
+mod sealed;
 pub mod stats;
 
 pub use batch::{Call, Cancel, Item, Outcome, Span};
