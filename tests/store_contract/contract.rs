@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use sapwood::backend::region::Region;
 use sapwood::backend::store::fault::Faulty;
+use sapwood::backend::store::file::{FileConfig, FileStore, IoMode};
 use sapwood::backend::store::mem::MemStore;
 use sapwood::backend::store::{Call, Cancel, Health, Item, Outcome, RegionToken, RegisterError, Span, Store};
 
@@ -386,7 +387,20 @@ macro_rules! suite {
 
 const ROOMY: usize = 64 << 20;
 
+/// A file store in a directory of its own, with segments so small that the suite fills several.
+fn file(change: impl FnOnce(&mut FileConfig)) -> Fixture {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = FileConfig::new(dir.path().join("store"), ROOMY as u64);
+    config.segment_bytes = 1 << 20;
+    config.free_bytes_min = 0;
+    change(&mut config);
+    Fixture::new(FileStore::open(config).unwrap()).keeping(dir)
+}
+
 suite! {
     mem: Some(Fixture::new(MemStore::new(ROOMY)));
+    file_buffered: Some(file(|_| {}));
+    file_direct: Some(file(|c| c.io = IoMode::Direct));
+    file_packed: Some(file(|c| c.align = 64));
     fault_free: Some(Fixture::new(Faulty::new(MemStore::new(ROOMY))));
 }

@@ -1,6 +1,7 @@
 //! Memory, keys, bytes and seeds for the suite.
 #![expect(unsafe_code, reason = "the tests own the regions and touch them from one thread at a time")]
 
+use std::any::Any;
 use std::sync::Arc;
 
 use sapwood::backend::identity::{
@@ -12,11 +13,17 @@ use sapwood::backend::store::{Item, RegionToken, Span, Store};
 /// A store and what must live as long as it.
 pub(crate) struct Fixture {
     pub(crate) store: Arc<dyn Store>,
+    _keep: Vec<Box<dyn Any>>,
 }
 
 impl Fixture {
     pub(crate) fn new(store: impl Store + 'static) -> Fixture {
-        Fixture { store: Arc::new(store) }
+        Fixture { store: Arc::new(store), _keep: vec![] }
+    }
+
+    pub(crate) fn keeping(mut self, what: impl Any) -> Fixture {
+        self._keep.push(Box::new(what));
+        self
     }
 }
 

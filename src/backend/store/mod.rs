@@ -28,6 +28,7 @@ pub mod batch;
 pub mod clock;
 pub mod envelope;
 pub mod fault;
+pub mod file;
 mod gate;
 pub mod mem;
 pub mod regions;
