@@ -41,6 +41,9 @@ pub(crate) struct Args {
     /// Directory of the store, `mem` for one in memory, or `none` [default: mem; none without host pages]
     #[arg(long, value_name = "DIR|mem|none", value_parser = store)]
     pub(crate) store: Option<StoreChoice>,
+    /// Cap on the bytes of the store [default: 1 GiB in memory, 64 GiB in a directory]
+    #[arg(long, value_name = "BYTES", value_parser = store_bytes)]
+    pub(crate) store_bytes: Option<u64>,
     /// When KV is copied from the device to the host
     #[arg(long, value_enum, default_value = "write-through")]
     pub(crate) write_policy: Policy,
@@ -223,6 +226,10 @@ fn at_least_one_usize(text: &str) -> Result<usize, BadValue> {
     bounded(text, 1, u32::MAX.into()).map(|v| v as usize)
 }
 
+fn store_bytes(text: &str) -> Result<u64, BadValue> {
+    bounded(text, 4 << 20, 1 << 50)
+}
+
 fn float(text: &str) -> Result<f64, BadValue> {
     text.parse().map_err(|_| BadValue::Number(text.to_owned()))
 }
@@ -283,6 +290,7 @@ mod tests {
             "--abort-rate -0.1",
             "--write-policy sometimes",
             "--prefetch never",
+            "--store-bytes 0",
             "--lenient",
             "--bogus",
         ] {

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use sapwood::backend::device::DeviceError;
 use sapwood::backend::host::MemoryError;
+use sapwood::backend::store::file::OpenError;
 use sapwood::engine::{BuildError, CacheError};
 use sapwood::key::NamespaceError;
 use sapwood::pool::GeometryError;
@@ -18,8 +19,8 @@ pub(crate) enum InputError {
     Conflict(#[from] Conflict),
     #[error(transparent)]
     Trace(#[from] TraceError),
-    #[error("cannot use store directory {}: {source}", path.display())]
-    StoreDir { path: PathBuf, source: std::io::Error },
+    #[error("cannot use store directory {}: {error}", path.display())]
+    StoreDir { path: PathBuf, error: OpenError },
     #[error("cannot write {}: {source}", path.display())]
     Output { path: PathBuf, source: std::io::Error },
     #[error("geometry: {0}")]

@@ -1,11 +1,12 @@
 //! From options to a workload and a cache.
 
-use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use sapwood::backend::device::SoftDevice;
 use sapwood::backend::host::HostArena;
 use sapwood::backend::store::Store;
+use sapwood::backend::store::file::{FileConfig, FileStore};
+use sapwood::backend::store::mem::MemStore;
 use sapwood::base::{PageId, Tier};
 use sapwood::engine::{CostModel, Delivery, ModelIdentity, PrefixCache};
 use sapwood::key::Namespace;
@@ -21,6 +22,10 @@ use super::session::end_tokens;
 use super::trace;
 use super::workload::{ADAPTERS, BUILT_IN_REQUESTS, Job, built_in};
 
+/// Cap of a store in memory when `--store-bytes` says nothing.
+const MEM_STORE_BYTES_MAX: u64 = 1 << 30;
+/// Cap of a store in a directory.
+const FILE_STORE_BYTES_MAX: u64 = 64 << 30;
 /// Faults of scrubbing told in words; the rest is counted.
 const SCRUB_FAULTS_MAX: usize = 5;
 
@@ -185,16 +190,16 @@ fn cost_model(args: &Args) -> CostModel {
 fn open_store(args: &Args) -> Result<Option<Arc<dyn Store>>, InputError> {
     match args.store_choice() {
         StoreChoice::None => Ok(None),
-        StoreChoice::Mem => Ok(None),
-        StoreChoice::Dir(path) => open_dir(&path).map(Some),
+        StoreChoice::Mem => {
+            let bytes_max = args.store_bytes.unwrap_or(MEM_STORE_BYTES_MAX);
+            Ok(Some(Arc::new(MemStore::new(usize::try_from(bytes_max).unwrap_or(usize::MAX)))))
+        }
+        StoreChoice::Dir(path) => {
+            let config = FileConfig::new(&path, args.store_bytes.unwrap_or(FILE_STORE_BYTES_MAX));
+            let store = FileStore::open(config).map_err(|error| InputError::StoreDir { path, error })?;
+            Ok(Some(Arc::new(store)))
+        }
     }
-}
-
-fn open_dir(path: &Path) -> Result<Arc<dyn Store>, InputError> {
-    let unusable = |source| InputError::StoreDir { path: path.to_owned(), source };
-    std::fs::create_dir_all(path).map_err(unusable)?;
-    std::fs::read_dir(path).map_err(unusable)?;
-    Err(unusable(std::io::Error::other("not built yet")))
 }
 
 /// Capacities for the chart.
