@@ -21,8 +21,8 @@ use super::workload::Job;
 const DETAILS_MAX: usize = 20;
 /// Waiting requests looked at for one that may run: those ahead may wait for a prefetch.
 const SCAN_MAX: usize = 32;
-/// Steps between two samples of occupancy; a sample counts pages one by one.
-const SAMPLE_STEPS: u64 = 16;
+/// Samples of occupancy over the whole run, about: each counts pages one by one.
+const SAMPLES: u64 = 500;
 
 /// What the scheduler counted.
 #[derive(Default)]
@@ -77,6 +77,8 @@ pub(crate) struct Scheduler<'a> {
     running: Vec<Session>,
     /// The first in the queue found no room; it is not tried again before somebody leaves.
     full: bool,
+    /// Samples taken or passed over.
+    sampled: u64,
     scratch: Vec<u32>,
 }
 
@@ -100,6 +102,7 @@ impl<'a> Scheduler<'a> {
             waiting: VecDeque::new(),
             running: Vec::new(),
             full: false,
+            sampled: 0,
             scratch: Vec::new(),
         }
     }
@@ -410,11 +413,17 @@ impl<'a> Scheduler<'a> {
                 self.calls.checkpoint(&mut session.request, &session.tokens[..p.to], fence)?;
             }
         }
-        if self.counts.steps.is_multiple_of(SAMPLE_STEPS) {
+        self.sample();
+        Ok(())
+    }
+
+    fn sample(&mut self) {
+        let due = self.counts.ended() * SAMPLES / self.jobs.len() as u64;
+        if due >= self.sampled {
+            self.sampled = due + 1;
             let (device, host) = self.calls.pages_in_use();
             self.timeline.sample(self.now.0, device, host);
         }
-        Ok(())
     }
 
     fn step_us(&self, prompt_tokens: usize, answers: usize) -> u64 {
