@@ -3,10 +3,12 @@
 pub mod containers;
 pub mod digest;
 pub mod fence;
+pub mod heap;
 pub mod ids;
 pub mod invariant;
 pub mod limits;
 pub mod slab;
+pub mod tag_table;
 pub mod time;
 
 pub use digest::Digest;

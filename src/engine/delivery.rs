@@ -8,7 +8,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use crate::base::{OpId, Time};
-use crate::tiers::Event;
+use crate::tiers::EndKey;
 
 /// When completions reach the core.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -73,26 +73,6 @@ impl CostModel {
         let transfer = u128::from(bytes) * 1_000_000 / u128::from(rate.max(1));
         (latency, u64::try_from(transfer).unwrap_or(u64::MAX))
     }
-}
-
-/// Names the end of one action.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub(super) enum EndKey {
-    Copy(OpId),
-    Query(OpId),
-    Get(OpId, u32),
-    Put(OpId, u32),
-}
-
-/// The end that an event tells of; `None` for progress.
-pub(super) fn end_key(event: &Event) -> Option<EndKey> {
-    Some(match event {
-        Event::Copied { op, .. } => EndKey::Copy(*op),
-        Event::Queried { op, .. } => EndKey::Query(*op),
-        Event::Got { op, batch, .. } => EndKey::Get(*op, *batch),
-        Event::Put { op, batch, .. } => EndKey::Put(*op, *batch),
-        Event::LayerCopied { .. } => return None,
-    })
 }
 
 /// What is delivered at a moment. Ordered so that equal moments keep the order of issue.

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 
-use super::delivery::{Delivery, EndKey, Lane, Moment, Schedule, end_key};
+use super::delivery::{Delivery, Lane, Moment, Schedule};
 use super::lane::StoreLane;
 use crate::backend::device::{Completion, CopyJob, CopyPart, Device, Direction, Outcome, Submit, Transfer};
 use crate::base::containers::Map;
 use crate::base::{Fence, NamespaceId, OpId, PageId, Time};
-use crate::tiers::{Action, Event, PageOutcome, PagePair};
+use crate::tiers::{Action, EndKey, Event, PageOutcome, PagePair};
 
 /// How long a modelled delivery waits for the real copy before it calls the executor stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(120);
@@ -315,7 +315,7 @@ impl Executor {
             Event::Put { outcomes, .. } => self.bytes.store_put += moved(outcomes),
             _ => {}
         }
-        match (&self.schedule, end_key(&event)) {
+        match (&self.schedule, event.end_key()) {
             (Some(_), Some(key)) => {
                 self.arrived.insert(key, event);
             }

@@ -89,10 +89,10 @@ pub fn tokens_from_i64(from: &[i64], into: &mut Vec<u32>) -> Result<(), TokenErr
     into.clear();
     // One OR over the high halves decides; the second pass only runs to name the culprit.
     let high = from.iter().fold(0i64, |acc, &t| acc | (t >> 32));
-    if high != 0 {
-        if let Some((position, &token)) = from.iter().enumerate().find(|(_, t)| **t >> 32 != 0) {
-            return Err(TokenError { position, token });
-        }
+    if high != 0
+        && let Some((position, &token)) = from.iter().enumerate().find(|(_, t)| **t >> 32 != 0)
+    {
+        return Err(TokenError { position, token });
     }
     into.extend(from.iter().map(|&t| t as u32));
     Ok(())

@@ -234,13 +234,30 @@ impl Rig {
         (found.device_pages, found.host_pages)
     }
 
-    /// Ends the `index`-th piece of work.
+    /// Ends the `index`-th piece of work and tells the core.
     ///
     /// # Panics
     /// If there is none, or the core broke a rule.
     pub fn complete(&mut self, index: usize, how: &Call) {
-        let pending = self.pending.remove(index);
-        let event = match pending {
+        let event = self.perform(index, how);
+        self.feed(event);
+    }
+
+    /// Tells the core of an event.
+    ///
+    /// # Panics
+    /// If the core broke a rule.
+    pub fn feed(&mut self, event: Event) {
+        self.core.handle(event);
+        self.after();
+    }
+
+    /// Ends the `index`-th piece of work: moves what it moves, and returns what there is to tell.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn perform(&mut self, index: usize, how: &Call) -> Event {
+        match self.pending.remove(index) {
             Pending::ToHost(op, pairs) => self.copy(op, &pairs, Tier::Host, how),
             Pending::ToDevice(op, pairs) => self.copy(op, &pairs, Tier::Device, how),
             Pending::Query(op, hashes) => Event::Queried {
@@ -256,9 +273,7 @@ impl Rig {
                 let outcomes = items.iter().enumerate().map(|(i, item)| self.put(i, item, how)).collect();
                 Event::Put { op, batch, outcomes }
             }
-        };
-        self.core.handle(event);
-        self.after();
+        }
     }
 
     fn copy(&mut self, op: OpId, pairs: &[PagePair], to: Tier, how: &Call) -> Event {
@@ -314,6 +329,13 @@ impl Rig {
     #[must_use]
     pub fn stored(&self) -> Vec<Stamp> {
         self.store.values().copied().collect()
+    }
+
+    /// The store loses the `n`-th of its pages, by its own choice.
+    pub fn lose_stored(&mut self, n: usize) {
+        if let Some(&hash) = self.store.keys().nth(n) {
+            self.store.remove(&hash);
+        }
     }
 
     /// Forgets what the store holds.

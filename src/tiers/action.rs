@@ -163,7 +163,32 @@ pub enum Event {
     },
 }
 
+/// Names the end of one action.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum EndKey {
+    /// Of a copy between device and host.
+    Copy(OpId),
+    /// Of a query.
+    Query(OpId),
+    /// Of a read batch.
+    Get(OpId, u32),
+    /// Of a write batch.
+    Put(OpId, u32),
+}
+
 impl Event {
+    /// The end that the event tells of; `None` for progress.
+    #[must_use]
+    pub fn end_key(&self) -> Option<EndKey> {
+        Some(match self {
+            Event::Copied { op, .. } => EndKey::Copy(*op),
+            Event::Queried { op, .. } => EndKey::Query(*op),
+            Event::Got { op, batch, .. } => EndKey::Get(*op, *batch),
+            Event::Put { op, batch, .. } => EndKey::Put(*op, *batch),
+            Event::LayerCopied { .. } => return None,
+        })
+    }
+
     /// The operation that the event belongs to.
     #[must_use]
     pub fn op(&self) -> OpId {

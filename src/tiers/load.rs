@@ -58,6 +58,10 @@ impl Core {
         }
         let mut plan = LoadPlan::default();
         self.tree.plan_load(node, &mut plan)?;
+        if plan.later_pages > 0 {
+            // A part above a load in flight has lost its copy; what lies below that load comes after it.
+            return Ok(LoadBack::Refused(self.refused(Refusal::LoadPending)));
+        }
         let pages = plan.host_pages.len() as u32;
         // The device part is locked and the host part pinned by the request, so this cannot take from the plan.
         if !self.make_device_room(pages) {

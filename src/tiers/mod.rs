@@ -4,6 +4,7 @@
 //! `docs/ARCHITECTURE.md` for the rules and [`action`] for the contract with the executors.
 
 pub mod action;
+pub mod agree;
 mod calls;
 pub mod config;
 pub mod core;
@@ -17,7 +18,8 @@ mod storage;
 mod write;
 
 pub use self::core::{Core, CoreError};
-pub use action::{Action, Event, PageOutcome, PagePair, StoreItem};
+pub use action::{Action, EndKey, Event, PageOutcome, PagePair, StoreItem};
+pub use agree::{AgreeError, Agreement, Solo, Votes};
 pub use config::{ConfigError, CoreConfig, PrefetchConfig, PrefetchPolicy, StoreConfig, WritePolicy};
 pub use outcome::{
     Alloc, Checkpoint, LoadBack, LoadState, MatchInfo, PageCounts, Prefetch, PrefetchEnd, PrefetchState,

@@ -44,6 +44,12 @@ pub enum TreeError {
         /// Hashes given.
         got: usize,
     },
+    /// A hash is not that of its page under this anchor.
+    #[error("hash of page {page} is not the page's")]
+    HashMismatch {
+        /// Which page of the list.
+        page: u32,
+    },
     /// `pages[..owned_from]` should lie on the device in this tree, and do not (any more).
     #[error("caller owns pages from {owned_from} on, the tree holds {held} on the device")]
     PrefixNotHeld {

@@ -182,6 +182,9 @@ pub struct LoadPlan {
     pub host_pages: Vec<PageId>,
     /// Loads in flight above them; the new pages become usable only when those have ended well.
     pub joins: Vec<OpId>,
+    /// Pages further down that cannot be planned yet: a load above them failed while one below it goes on. Plan again
+    /// when that has ended. Normally 0.
+    pub later_pages: u32,
 }
 
 /// How one backup ended.
@@ -334,6 +337,8 @@ pub struct TreeStats {
     pub device_pages_protected: u32,
     /// Being loaded: owned, not usable.
     pub device_pages_loading: u32,
+    /// Of loads in flight, made superfluous by an insert: given back when the load ends.
+    pub device_pages_superseded: u32,
     /// Published host copies.
     pub host_pages: u32,
     /// Host copies in flight.
