@@ -1,4 +1,5 @@
 //! Drives the built `sapwood` binary as a user does.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod bad_input;
 mod crash;

@@ -94,10 +94,8 @@ impl Calls {
         self.timed(Kind::LoadState, |cache| cache.load_state(request))
     }
 
-    /// `true`: granted.
-    pub(crate) fn alloc(&mut self, request: &mut Request, pages: u32) -> Result<bool, CacheError> {
-        let answer = self.timed(Kind::Alloc, |cache| cache.alloc(request, pages))?;
-        Ok(answer == Alloc::Granted)
+    pub(crate) fn alloc(&mut self, request: &mut Request, pages: u32) -> Result<Alloc, CacheError> {
+        self.timed(Kind::Alloc, |cache| cache.alloc(request, pages))
     }
 
     pub(crate) fn pages(&self, request: &Request) -> Result<&[PageId], CacheError> {

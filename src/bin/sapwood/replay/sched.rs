@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 
 use sapwood::base::Time;
-use sapwood::tiers::{LoadBack, LoadState, PrefetchState};
+use sapwood::tiers::{Alloc, LoadBack, LoadState, PrefetchState};
 
 use super::args::{Args, DevicePages};
 use super::calls::Calls;
@@ -19,7 +19,7 @@ use super::workload::Job;
 
 /// Mismatches told in words; the rest is counted.
 const DETAILS_MAX: usize = 20;
-/// Waiting requests looked at for one that may run: those ahead may wait for a prefetch.
+/// Waiting requests that are looked at: prefetched for, and passed over while their prefetch is pending.
 const SCAN_MAX: usize = 32;
 /// Samples of occupancy over the whole run, about: each counts pages one by one.
 const SAMPLES: u64 = 500;
@@ -111,7 +111,8 @@ impl<'a> Scheduler<'a> {
     pub(crate) fn run(&mut self, mut progress: impl FnMut(u64)) -> Result<(), RunError> {
         loop {
             self.calls.tick(self.now)?;
-            self.arrive()?;
+            self.arrive();
+            self.prefetch()?;
             self.admit()?;
             self.end_loads()?;
             let plan = self.plan()?;
@@ -151,33 +152,34 @@ impl<'a> Scheduler<'a> {
         Some((job, Time((self.jobs[job].arrival_us as f64 / self.args.speedup) as u64)))
     }
 
-    /// Takes in what has arrived, and has the store asked for what the other tiers do not hold.
-    fn arrive(&mut self) -> Result<(), RunError> {
+    /// Takes in what has arrived.
+    fn arrive(&mut self) {
         while let Some((index, _)) = self.arrival().filter(|(_, at)| *at <= self.now) {
             self.arrived += 1;
             let job = &self.jobs[index];
             let known = job.input_tokens as usize;
             self.counts.input_tokens += known as u64;
             let abort = Abort::draw(self.args, index, end_tokens(job, !self.args.no_decode));
-            let mut request = None;
-            if self.calls.cache().store().is_some() {
-                expand(&job.input, job.input_tokens, &mut self.scratch);
-                let mut asking = self.calls.request(job.tenant);
-                if self.calls.prefetch(&mut asking, &self.scratch)? {
-                    request = Some(asking);
-                } else {
-                    self.calls.abort(asking)?;
-                }
+            self.waiting.push_back(Waiting::new(index, known, abort));
+        }
+    }
+
+    /// Has the store asked for what the other tiers lack of the next requests. Not of all that wait: what is fetched
+    /// too early is evicted again before its request runs.
+    fn prefetch(&mut self) -> Result<(), RunError> {
+        if self.calls.cache().store().is_none() {
+            return Ok(());
+        }
+        for waiting in self.waiting.iter_mut().take(SCAN_MAX).filter(|w| !w.asked) {
+            waiting.asked = true;
+            let job = &self.jobs[waiting.job];
+            expand(&job.input, job.input_tokens, &mut self.scratch);
+            let mut request = self.calls.request(job.tenant);
+            if self.calls.prefetch(&mut request, &self.scratch)? {
+                waiting.request = Some(request);
+            } else {
+                self.calls.abort(request)?;
             }
-            let first = true;
-            self.waiting.push_back(Waiting {
-                job: index,
-                request,
-                known,
-                first,
-                prefetched_tokens: 0,
-                abort,
-            });
         }
         Ok(())
     }
@@ -287,7 +289,7 @@ impl<'a> Scheduler<'a> {
     /// Pages for the first `tokens` tokens. `false`: there is no room.
     fn grow(&mut self, request: &mut sapwood::engine::Request, tokens: usize) -> Result<bool, RunError> {
         let missing = tokens.div_ceil(self.page_tokens).saturating_sub(self.calls.pages(request)?.len());
-        Ok(missing == 0 || self.calls.alloc(request, missing as u32)?)
+        Ok(missing == 0 || self.calls.alloc(request, missing as u32)? == Alloc::Granted)
     }
 
     fn verify(&mut self, session: &Session, from: usize, to: usize) -> Result<(), RunError> {
@@ -340,17 +342,21 @@ impl<'a> Scheduler<'a> {
     }
 
     /// Pages for `tokens` more tokens of a session. An answer that cannot grow sends the newest requests back to
-    /// the queue, unless pages are on their way back anyhow; a prompt waits.
+    /// the queue, unless copies in flight will free enough pages; a prompt waits.
     fn room_for(&mut self, at: usize, tokens: usize) -> Result<bool, RunError> {
         loop {
             let (want, answering) = (self.running[at].kv + tokens, self.running[at].backlog() == 0);
             let request = &mut self.running[at].request;
             let missing = want.div_ceil(self.page_tokens).saturating_sub(self.calls.pages(request)?.len());
-            if missing == 0 || self.calls.alloc(request, missing as u32)? {
+            if missing == 0 {
                 return Ok(true);
             }
+            let enough_coming = match self.calls.alloc(request, missing as u32)? {
+                Alloc::Granted => return Ok(true),
+                Alloc::Refused { short_pages, coming_pages } => coming_pages >= short_pages,
+            };
             let newest = self.running.len() - 1;
-            if !answering || self.calls.cache().next_due().is_some() || newest <= at {
+            if !answering || enough_coming || newest <= at {
                 return Ok(false);
             }
             self.send_back(newest)?;
@@ -362,17 +368,9 @@ impl<'a> Scheduler<'a> {
     fn send_back(&mut self, at: usize) -> Result<(), RunError> {
         let session = self.running.remove(at);
         let known = session.prompt_end.max((session.kv + 1).min(session.tokens.len()));
-        self.calls.abort(session.request)?;
         self.full = false;
-        let (job, abort) = (session.job, session.abort);
-        self.waiting.push_front(Waiting {
-            job,
-            request: None,
-            known,
-            first: false,
-            prefetched_tokens: 0,
-            abort,
-        });
+        self.calls.abort(session.request)?;
+        self.waiting.push_front(Waiting::back(session.job, known, session.abort));
         Ok(())
     }
 

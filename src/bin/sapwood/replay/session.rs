@@ -50,6 +50,20 @@ pub(crate) struct Waiting {
     /// Tokens that its prefetch brought to the host.
     pub(crate) prefetched_tokens: u64,
     pub(crate) abort: Abort,
+    /// The store was asked for it, or will not be.
+    pub(crate) asked: bool,
+}
+
+impl Waiting {
+    /// A request that has just arrived.
+    pub(crate) fn new(job: usize, known: usize, abort: Abort) -> Waiting {
+        Waiting { job, request: None, known, first: true, prefetched_tokens: 0, abort, asked: false }
+    }
+
+    /// A request that ran before; what it had is in the cache, if anywhere.
+    pub(crate) fn back(job: usize, known: usize, abort: Abort) -> Waiting {
+        Waiting { first: false, asked: true, ..Waiting::new(job, known, abort) }
+    }
 }
 
 /// A running request.
