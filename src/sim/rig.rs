@@ -10,7 +10,7 @@ use crate::base::{Digest, Fence, NamespaceId, OpId, PageId, Tier, Time};
 use crate::key::{Namespace, PageHash};
 use crate::tiers::{
     Action, Alloc, Checkpoint, Core, CoreConfig, CoreError, Event, LoadBack, LoadState, MatchInfo,
-    PageOutcome, PagePair, Prefetch, RequestId, StoreItem,
+    PageOutcome, PagePair, Prefetch, PrefetchState, RequestId, StoreItem,
 };
 
 /// Content of a page: a name of namespace and whole token prefix up to the page's end.
@@ -150,6 +150,13 @@ impl Rig {
         let started = self.core.prefetch(request, tokens);
         self.after();
         started
+    }
+
+    /// Asks how a prefetch is.
+    pub fn poll_prefetch(&mut self, request: RequestId) -> Result<PrefetchState, CoreError> {
+        let state = self.core.poll_prefetch(request);
+        self.after();
+        state
     }
 
     /// Computes the pages of `tokens` that the request owns: writes their stamps.

@@ -229,7 +229,7 @@ impl World {
 
     fn admit(&mut self, at: usize) {
         let Live { id, tokens, .. } = self.live[at].clone();
-        let state = self.all(|rig| rig.core.poll_prefetch(id));
+        let state = self.all(|rig| rig.poll_prefetch(id));
         if state == Ok(PrefetchState::Pending) && self.rng.chance(90) {
             return;
         }

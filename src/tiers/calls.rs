@@ -67,7 +67,7 @@ impl Core {
             self.refused(Refusal::NoDevicePages);
             return Ok(Alloc::Refused {
                 short_pages: pages - self.device.free_pages(),
-                coming_pages: self.backups.coming_pages(),
+                coming_pages: self.backups.held_pages(),
             });
         }
         let request = self.requests.get_mut(id.0).ok_or(CoreError::UnknownRequest)?;
@@ -108,7 +108,8 @@ impl Core {
             let refused = Some(self.refused(Refusal::LoadPending));
             return Ok(Checkpoint { published_tokens: published as u64, duplicate_pages: 0, refused });
         }
-        if whole == request.shared {
+        // A request that only hit still counts: its use is what makes a node due for a backup.
+        if whole == request.shared && request.counted >= whole {
             return Ok(Checkpoint { published_tokens: published as u64, duplicate_pages: 0, refused: None });
         }
         let duplicate_pages = self.publish(id, &tokens[..whole as usize * page_size], whole)?;

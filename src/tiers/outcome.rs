@@ -116,7 +116,8 @@ pub enum Alloc {
     Refused {
         /// Pages missing.
         short_pages: u32,
-        /// Pages that copies in flight will free: worth a retry after the next completion.
+        /// Pages that copies in flight hold and that can go when those have ended: worth a retry after the next
+        /// completion.
         coming_pages: u32,
     },
 }

@@ -25,8 +25,10 @@ struct Backup {
 #[derive(Debug, Default)]
 pub(super) struct Backups {
     ops: Map<OpId, Backup>,
-    /// Device pages that write-back copies in flight will free.
-    coming_pages: u32,
+    /// Device pages that copies in flight read.
+    held_pages: u32,
+    /// Those among them that leave the device when the copy has ended.
+    leaving_pages: u32,
 }
 
 impl Backups {
@@ -42,8 +44,8 @@ impl Backups {
         self.ops.len()
     }
 
-    pub(super) fn coming_pages(&self) -> u32 {
-        self.coming_pages
+    pub(super) fn held_pages(&self) -> u32 {
+        self.held_pages
     }
 }
 
@@ -68,7 +70,7 @@ impl Core {
     pub(super) fn write_back(&mut self, victims: &[NodeId], short_pages: u32) {
         let mut freed = 0;
         for &node in victims {
-            if freed + self.backups.coming_pages >= short_pages {
+            if freed + self.backups.leaving_pages >= short_pages {
                 return;
             }
             let mut plan = BackupPlan::default();
@@ -113,8 +115,9 @@ impl Core {
             return false;
         }
         self.backups.ops.insert(op, Backup { pages, copied: false, demote });
+        self.backups.held_pages += pages;
         if demote {
-            self.backups.coming_pages += pages;
+            self.backups.leaving_pages += pages;
         }
         let after = self.fence;
         self.act(Action::CopyToHost { op, pairs, after });
@@ -141,8 +144,9 @@ impl Core {
             self.violation("the tree ended a backup that is not in flight");
             return;
         };
+        self.backups.held_pages -= backup.pages;
         if backup.demote {
-            self.backups.coming_pages -= backup.pages;
+            self.backups.leaving_pages -= backup.pages;
         }
         self.digest.mix(end.op.0);
         match end.outcome {

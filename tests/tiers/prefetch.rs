@@ -22,7 +22,7 @@ fn start(rig: &mut Rig, prompt: &str) -> RequestId {
 }
 
 fn ended(rig: &mut Rig, request: RequestId) -> PrefetchEnd {
-    match rig.core.poll_prefetch(request).unwrap() {
+    match rig.poll_prefetch(request).unwrap() {
         PrefetchState::Ended(end) => {
             assert_eq!(
                 end.hit_tokens,
@@ -313,11 +313,11 @@ fn a_timeout_keeps_what_has_arrived() {
     rig.inherit_store(&store_with(&["ABCD"]));
     let request = start(&mut rig, "ABCD");
     rig.tick(Time::from_millis(500));
-    assert_eq!(rig.core.poll_prefetch(request), Ok(PrefetchState::Pending), "the clock starts now");
+    assert_eq!(rig.poll_prefetch(request), Ok(PrefetchState::Pending), "the clock starts now");
     rig.complete(0, &Call::Well);
     rig.complete(0, &Call::Well);
     rig.tick(Time::from_millis(509));
-    assert_eq!(rig.core.poll_prefetch(request), Ok(PrefetchState::Pending));
+    assert_eq!(rig.poll_prefetch(request), Ok(PrefetchState::Pending));
     assert_eq!(rig.core.prefetch_deadline(request), Some(Time::from_millis(510)));
     rig.tick(Time::from_millis(510));
     let end = ended(&mut rig, request);
