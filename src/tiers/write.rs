@@ -74,7 +74,8 @@ impl Core {
                 return;
             }
             let mut plan = BackupPlan::default();
-            if self.tree.plan_backup(node, &mut plan).is_err() {
+            // Nothing to write: the node has a host copy and waits only for its children to leave the device.
+            if self.tree.plan_backup(node, &mut plan).is_err() || plan.nodes.is_empty() {
                 continue;
             }
             self.make_host_room(plan.device_pages.len() as u32);
