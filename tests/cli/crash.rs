@@ -39,3 +39,29 @@ fn a_killed_run_leaves_a_store_that_serves_right_bytes() {
     let report = replay(&line(150));
     assert!(number(&report, "/hit_tokens/store") > 0);
 }
+
+/// Flips a bit in every 4 KiB of every file, where the pages are.
+fn damage(dir: &Path) {
+    for entry in std::fs::read_dir(dir).unwrap().flatten() {
+        if entry.file_type().unwrap().is_dir() {
+            damage(&entry.path());
+        } else {
+            let mut bytes = std::fs::read(entry.path()).unwrap();
+            bytes.chunks_mut(4096).skip(1).filter(|c| c.len() > 2048).for_each(|chunk| chunk[2048] ^= 1);
+            std::fs::write(entry.path(), bytes).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_damaged_store_serves_nothing_rather_than_wrong_bytes() {
+    let store = tempfile::tempdir().unwrap();
+    let line = format!(
+        "--requests 150 --device-pages 500 --host-pages 700 --prefetch wait-complete --store {}",
+        store.path().display()
+    );
+    replay(&line);
+    damage(store.path());
+    let report = replay(&line);
+    assert!(number(&report, "/counters/store_corrupt_pages") > 0, "no damaged page was met");
+}

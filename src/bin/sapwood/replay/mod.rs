@@ -22,6 +22,7 @@ mod tokens;
 mod trace;
 mod workload;
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{IsTerminal, Write};
 use std::path::Path;
@@ -30,6 +31,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use sapwood::base::Tier;
+use sapwood::engine::PrefixCache;
 
 pub(crate) use args::Args;
 use error::{InputError, RunError};
@@ -184,6 +186,7 @@ fn report(args: &Args, input: &Input, scheduler: &Scheduler<'_>) -> Report {
             store_put: bytes.store_put,
             store_get: bytes.store_get,
         },
+        counters: counters(cache),
         pages_verified: scheduler.model.pages_verified,
         mismatches: counts.mismatches,
         mismatch_details: counts.mismatch_details.clone(),
@@ -201,8 +204,34 @@ fn report(args: &Args, input: &Input, scheduler: &Scheduler<'_>) -> Report {
     }
 }
 
+fn counters(cache: &PrefixCache) -> BTreeMap<&'static str, u64> {
+    let stats = cache.stats();
+    BTreeMap::from([
+        ("allocated_pages", stats.allocated_pages),
+        ("demoted_pages", stats.demoted_pages),
+        ("deleted_pages", stats.deleted_pages),
+        ("mirror_reclaimed_pages", stats.mirror_reclaimed_pages),
+        ("backed_up_pages", stats.backed_up_pages),
+        ("backup_failed_pages", stats.backup_failed_pages),
+        ("loaded_pages", stats.loaded_pages),
+        ("load_failed_pages", stats.load_failed_pages),
+        ("store_put_pages", stats.store_put_pages),
+        ("store_put_failed_pages", stats.store_put_failed_pages),
+        ("store_put_dropped_pages", stats.store_put_dropped_pages),
+        ("store_queue_full_nodes", stats.store_queue_full_nodes),
+        ("store_got_pages", stats.store_got_pages),
+        ("store_corrupt_pages", stats.store_corrupt_pages),
+        ("prefetches", stats.prefetches),
+        ("prefetch_hit_tokens", stats.prefetch_hit_tokens),
+        ("prefetch_loaded_tokens", stats.prefetch_loaded_tokens),
+        ("prefetch_redundant_tokens", stats.prefetch_redundant_tokens),
+        ("stray_events", stats.stray_events),
+        ("device_faults", cache.device_faults()),
+    ])
+}
+
 /// What is neither free nor cached when nothing runs any more is lost, whoever the cache thinks owns it.
-fn pages(cache: &sapwood::engine::PrefixCache, tier: Tier) -> Pages {
+fn pages(cache: &PrefixCache, tier: Tier) -> Pages {
     let counts = cache.page_counts(tier);
     let (capacity, free) = (u64::from(counts.capacity_pages), u64::from(counts.free_pages));
     let cached = u64::from(counts.cached_pages);

@@ -71,6 +71,8 @@ pub(crate) struct Report {
     /// Calls that the cache refused, by call and reason.
     pub(crate) refusals: BTreeMap<String, u64>,
     pub(crate) bytes: Bytes,
+    /// The cache's own counters.
+    pub(crate) counters: BTreeMap<&'static str, u64>,
     pub(crate) pages_verified: u64,
     pub(crate) mismatches: u64,
     /// The first few, in words.
@@ -253,6 +255,7 @@ pub(crate) mod tests {
             dropped_tokens: BTreeMap::from([("anchor_not_backed_up".to_owned(), 64)]),
             refusals: BTreeMap::new(),
             bytes: Bytes::default(),
+            counters: BTreeMap::new(),
             pages_verified: 12,
             mismatches: 0,
             mismatch_details: Vec::new(),

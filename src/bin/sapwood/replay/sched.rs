@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 
-use sapwood::base::Time;
+use sapwood::base::{Fence, Time};
 use sapwood::tiers::{Alloc, LoadBack, LoadState, PrefetchState};
 
 use super::args::{Args, DevicePages};
@@ -267,10 +267,10 @@ impl<'a> Scheduler<'a> {
             prefix,
             kv,
             prompt_end: waiting.known,
+            published: kv / self.page_tokens,
             loading: None,
             abort: waiting.abort,
         };
-        self.verify(&session, 0, device / self.page_tokens)?;
         if loaded > 0 {
             session.loading = Some((device / self.page_tokens, kv / self.page_tokens));
         }
@@ -283,6 +283,7 @@ impl<'a> Scheduler<'a> {
             self.timeline.admit(self.now.0, u64::from(job.input_tokens), hits);
         }
         self.running.push(session);
+        self.verify(self.running.len() - 1, 0, device / self.page_tokens)?;
         Ok(None)
     }
 
@@ -292,7 +293,9 @@ impl<'a> Scheduler<'a> {
         Ok(missing == 0 || self.calls.alloc(request, missing as u32)? == Alloc::Granted)
     }
 
-    fn verify(&mut self, session: &Session, from: usize, to: usize) -> Result<(), RunError> {
+    /// Compares pages `from..to` of a running request with what its tokens demand.
+    fn verify(&mut self, at: usize, from: usize, to: usize) -> Result<(), RunError> {
+        let session = &self.running[at];
         let (counts, job) = (&mut self.counts, session.job);
         let table = self.calls.pages(&session.request)?;
         self.model.verify(table, &session.prefix, from, to, |wrong| counts.wrong(job, &wrong))?;
@@ -310,10 +313,7 @@ impl<'a> Scheduler<'a> {
             match self.calls.load_state(&self.running[at].request)? {
                 LoadState::Ready => {
                     self.running[at].loading = None;
-                    let session = &self.running[at];
-                    let (counts, job) = (&mut self.counts, session.job);
-                    let table = self.calls.pages(&session.request)?;
-                    self.model.verify(table, &session.prefix, from, to, |wrong| counts.wrong(job, &wrong))?;
+                    self.verify(at, from, to)?;
                     at += 1;
                 }
                 LoadState::Failed => self.send_back(at)?,
@@ -408,11 +408,25 @@ impl<'a> Scheduler<'a> {
                 self.counts.aborted += 1;
                 self.full = false;
             } else if prefilling {
-                self.calls.checkpoint(&mut session.request, &session.tokens[..p.to], fence)?;
+                self.checkpoint(p.session, fence)?;
             }
         }
         self.sample();
         Ok(())
+    }
+
+    /// Publishes what is computed so far. Where the tree had a page already, the table now names the tree's, so the
+    /// bytes that the request goes on with are somebody else's and are verified.
+    fn checkpoint(&mut self, at: usize, fence: Fence) -> Result<(), RunError> {
+        let session = &mut self.running[at];
+        let tokens = &session.tokens[..session.kv];
+        let done = self.calls.checkpoint(&mut session.request, tokens, fence)?;
+        let from = session.published;
+        session.published = done.published_tokens as usize / self.page_tokens;
+        if done.duplicate_pages == 0 {
+            return Ok(());
+        }
+        self.verify(at, from, self.running[at].published)
     }
 
     fn sample(&mut self) {
@@ -458,5 +472,72 @@ impl<'a> Scheduler<'a> {
             return Ok(false);
         }
         Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::replay::setup;
+    use crate::replay::workload::built_in;
+    use clap::Parser;
+    use sapwood::backend::host::HostArena;
+    use sapwood::base::PageId;
+    use sapwood::pool::{PlaneId, PoolKind};
+
+    const LINE: &str = "--store none --device-pages 300 --host-pages 2000 --layers 3";
+
+    /// Runs 150 requests; `damage` sees device and host memory once, when a quarter of them have ended.
+    fn run(damage: impl FnOnce(&HostArena, &HostArena)) -> Counts {
+        let args = Args::parse_from(["replay"].into_iter().chain(LINE.split_whitespace()));
+        let jobs = built_in(150, 7);
+        let machine = setup::machine(&args, &jobs).unwrap();
+        let (device, host) = (machine.device.clone(), machine.calls.cache().host_memory().clone());
+        let mut scheduler = Scheduler::new(&args, &jobs, machine.calls, machine.model);
+        let mut damage = Some(damage);
+        let hook = |ended| {
+            if let Some(damage) = damage.take_if(|_| ended >= 40) {
+                damage(device.memory(), &host);
+            }
+        };
+        scheduler.run(hook).unwrap();
+        scheduler.drain().unwrap();
+        assert_eq!(scheduler.counts.finished, 150);
+        scheduler.counts
+    }
+
+    /// Flips one bit of token 3, layer 2, K, in every page that no transfer holds.
+    fn flip(arena: &HostArena) {
+        for page in (0..arena.pages(PoolKind::Full)).map(PageId) {
+            let offset = arena.geometry().planes()[0].row_offset(2, 0, 3);
+            let mut byte = [0];
+            if arena.read(PlaneId(0), page, offset, &mut byte).is_ok() {
+                // A page in flight refuses; it is one of many.
+                let _ = arena.write(PlaneId(0), page, offset, &[byte[0] ^ 4]);
+            }
+        }
+    }
+
+    #[test]
+    fn an_undamaged_run_finds_nothing_wrong() {
+        let counts = run(|_, _| {});
+        assert_eq!((counts.mismatches, counts.mismatch_details.len()), (0, 0));
+        assert!(counts.hits.device > 0 && counts.hits.host > 0);
+    }
+
+    #[test]
+    fn a_flipped_bit_on_the_device_is_named() {
+        let counts = run(|device, _| flip(device));
+        assert!(counts.mismatches > 0);
+        let named =
+            counts.mismatch_details.iter().all(|d| d.contains("layer 2, part 0, from token 3 of the page"));
+        assert!(named, "{:?}", counts.mismatch_details);
+    }
+
+    #[test]
+    fn a_flipped_bit_on_the_host_is_found_after_load_back() {
+        let counts = run(|_, host| flip(host));
+        assert!(counts.mismatches > 0);
+        assert!(counts.mismatch_details.len() as u64 <= counts.mismatches.min(DETAILS_MAX as u64));
     }
 }

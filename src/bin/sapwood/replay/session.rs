@@ -75,6 +75,8 @@ pub(crate) struct Session {
     pub(crate) prefix: Prefix,
     /// Tokens whose KV is there, or is being loaded.
     pub(crate) kv: usize,
+    /// Pages of the table that belong to the tree: matched or published.
+    pub(crate) published: usize,
     /// Tokens to compute before the first token is said.
     pub(crate) prompt_end: usize,
     /// Waits for a load; these pages are verified when it has ended.

@@ -60,6 +60,9 @@ pub(crate) fn input(args: &Args) -> Result<Input, InputError> {
 pub(crate) struct Machine {
     pub(crate) calls: Calls,
     pub(crate) model: Model,
+    /// The device, for tests that damage it.
+    #[cfg(test)]
+    pub(crate) device: SoftDevice,
     pub(crate) scrub_faults: ScrubFaults,
 }
 
@@ -113,7 +116,13 @@ pub(crate) fn machine(args: &Args, jobs: &[Job]) -> Result<Machine, InputError> 
         let namespace = Namespace { adapter: adapter.map(str::to_owned), ..Namespace::default() };
         namespaces.push(cache.namespace(&namespace)?);
     }
-    Ok(Machine { calls: Calls::new(cache, namespaces), model: Model::new(device, &geometry), scrub_faults })
+    Ok(Machine {
+        calls: Calls::new(cache, namespaces),
+        #[cfg(test)]
+        device: device.clone(),
+        model: Model::new(device, &geometry),
+        scrub_faults,
+    })
 }
 
 /// K and V where the bytes of a token can be halved, a latent where not.
