@@ -58,16 +58,16 @@ impl Tree {
             let ready = node.host == Residency::Present || unbacked == Unbacked::Delete;
             if ready && node.kids_device == 0 {
                 self.evict_one(at, out);
-                continue;
+            } else {
+                out.needs_backup.push(self.arena.id(at));
+                out.needs_backup_pages += pages;
+                self.orders.device_heap.remove(at);
+                aside.push(at);
+                *reported.entry(parent).or_insert(0) += 1;
             }
-            out.needs_backup.push(self.arena.id(at));
-            out.needs_backup_pages += pages;
-            self.orders.device_heap.remove(at);
-            aside.push(at);
-            let count = reported.entry(parent).or_insert(0);
-            *count += 1;
             let up = &self.arena.nodes[parent as usize];
-            if parent != ROOT && up.locks == 0 && up.kids_device == *count {
+            let all_reported = up.kids_device > 0 && reported.get(&parent) == Some(&up.kids_device);
+            if all_reported && parent != ROOT && up.locks == 0 {
                 self.orders.device_heap.set(parent, self.orders.policy.key(&facts(up)));
                 aside.push(parent);
             }
