@@ -183,6 +183,26 @@ impl Tree {
         done
     }
 
+    /// Gives up every host copy: the host tier is being detached. The pages are appended to `out`. O(nodes).
+    ///
+    /// # Errors
+    /// An operation in flight, or a pinned host copy, or a locked node that is only on the host. Nothing is changed.
+    pub fn detach_host(&mut self, out: &mut Vec<PageId>) -> Result<(), TreeError> {
+        if self.stats.ops > 0 {
+            return Err(TreeError::OpsInFlight(self.stats.ops));
+        }
+        let held = self.arena.live().filter(|&at| at != ROOT).find(|&at| {
+            let node = &self.arena.nodes[at as usize];
+            node.own_pins > 0 || node.device != Residency::Present && node.own_locks > 0
+        });
+        if let Some(at) = held {
+            return Err(TreeError::InUse(self.arena.id(at)));
+        }
+        self.evict_host(u32::MAX, out);
+        self.reclaim_mirrors(u32::MAX, out);
+        Ok(())
+    }
+
     /// Frees up to `want_pages` host pages of nodes that are on the device too: those that became reclaimable first go
     /// first. Under `BackedUpParent` only where no child holds or awaits a host copy; never where one is pinned or in
     /// flight. The pages are appended to `out`. O(nodes freed).

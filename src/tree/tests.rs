@@ -1,6 +1,6 @@
 //! The tree against stamped pages: every page knows which prefix it was filled for, and freed pages are poisoned.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::node::Listed;
 use super::*;
@@ -33,6 +33,8 @@ struct Rig {
     loads: BTreeMap<u64, (Vec<PageId>, Vec<PageId>)>,
     stores: BTreeMap<u64, StorePlan>,
     next_op: u64,
+    /// What the events say is readable.
+    index: BTreeSet<(Tier, PageHash)>,
 }
 
 impl Rig {
@@ -48,6 +50,7 @@ impl Rig {
             loads: BTreeMap::new(),
             stores: BTreeMap::new(),
             next_op: 0,
+            index: BTreeSet::new(),
         }
     }
 
@@ -211,6 +214,39 @@ impl Rig {
         assert_eq!(done.refilled_pages + done.attached_pages, (pages.len() - back.len()) as u32);
         self.free_host(&back);
         Some(done)
+    }
+
+    /// Follows the events; an index of theirs equals what is readable, tier by tier.
+    fn follow_events(&mut self) {
+        let mut events = Vec::new();
+        self.tree.take_events(&mut events);
+        for event in events {
+            match event {
+                TreeEvent::Stored { tier, parent, first_page, hashes, .. } => {
+                    let above = parent.is_none_or(|p| self.index.contains(&(tier, p)));
+                    assert!(above || tier == Tier::Host, "a page on the device before its parent");
+                    assert_eq!(parent.is_none(), first_page == 0);
+                    hashes.iter().for_each(|h| assert!(self.index.insert((tier, *h)), "stored twice"));
+                }
+                TreeEvent::Removed { tier, hashes } => {
+                    hashes.iter().for_each(|h| assert!(self.index.remove(&(tier, *h)), "removed twice"));
+                }
+                TreeEvent::Cleared => self.index.clear(),
+            }
+        }
+        if self.tree.with_events {
+            let mut readable = BTreeSet::new();
+            for at in self.tree.arena.live().filter(|&at| at != node::ROOT) {
+                let n = &self.tree.arena.nodes[at as usize];
+                let hashes = &self.tree.arena.runs[n.run as usize].hashes[n.range()];
+                for (tier, state) in [(Tier::Device, n.device), (Tier::Host, n.host)] {
+                    if state == Residency::Present {
+                        readable.extend(hashes.iter().map(|h| (tier, *h)));
+                    }
+                }
+            }
+            assert_eq!(self.index, readable);
+        }
     }
 
     fn check(&self) {
@@ -502,6 +538,24 @@ fn write_back_reports_then_demotes_and_reclaims_mirrors() {
     rig.check();
 }
 
+#[test]
+fn the_host_tier_can_be_detached() {
+    let mut rig = Rig::new(config(2), 16, 16);
+    let (a, b) = (rig.insert(key(&row("abcd"))).unwrap().node, rig.insert(key(&row("abxy"))).unwrap().node);
+    rig.backup(a);
+    rig.backup(b);
+    rig.evict(2);
+    let pin = rig.tree.pin_host(b).unwrap();
+    assert_eq!(rig.tree.detach_host(&mut Vec::new()), Err(TreeError::InUse(b)));
+    rig.tree.unpin_host(pin).unwrap();
+    let mut freed = Vec::new();
+    rig.tree.detach_host(&mut freed).unwrap();
+    assert_eq!(freed.len(), 6);
+    rig.free_host(&freed);
+    rig.check();
+    assert_eq!((rig.tree.stats().host_pages, rig.tree.stats().device_pages_evictable), (0, 4));
+}
+
 /// Random histories; every step is checked by `sanity`, by the ledgers and by the stamps.
 fn random_run(seed: u64, config: TreeConfig, steps: u32) {
     let mut state = seed;
@@ -615,6 +669,7 @@ fn random_run(seed: u64, config: TreeConfig, steps: u32) {
                 }
             }
         }
+        rig.follow_events();
         rig.check();
     }
     drain(rig);
@@ -660,6 +715,7 @@ fn random_histories_stay_sound() {
             view: if seed % 4 == 3 { KeyView::Bigram } else { KeyView::Plain },
             rule: if seed % 3 == 2 { BackupRule::Free } else { BackupRule::BackedUpParent },
             hashing: seed % 2 == 0,
+            events: seed % 4 == 2,
             merge: seed % 5 > 1,
             policy: [Policy::Lru, Policy::Lfu, Policy::Priority, Policy::Lru][seed as usize % 4].clone(),
             write_threshold: 2,
