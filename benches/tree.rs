@@ -1,7 +1,6 @@
 //! The tree at work, beside its floor in the same run: comparing the same tokens as 4-byte words and writing the same page
 //! list. Workloads: W1 whole look-ups of 32,768 tokens; W2 turns of a chat; W4 misses at capacity; W5 sessions of ten steps
 //! in trees of up to a million nodes; eviction by leaves of the tree. See `docs/PERFORMANCE.md` for how to read them.
-#![expect(missing_docs, reason = "criterion makes public items without documentation")]
 #![expect(clippy::unwrap_used, reason = "a bench that cannot go on should stop")]
 
 use std::hint::black_box;

@@ -3,7 +3,7 @@
 use crate::base::PageId;
 use crate::key::{Key, hash_pages};
 
-use super::node::{NO_PAGE, ROOT, Residency, Run};
+use super::node::{NO_PAGE, ROOT, Residency};
 use super::walk::Walk;
 use super::{DeviceLock, InsertComponents, InsertOpts, InsertOut, Inserted, Tree, TreeError};
 
@@ -246,12 +246,10 @@ impl Tree {
         let p = self.page_size as usize;
         let (from, whole) = (from as usize, pages.len());
         let tokens = &key.tokens[from * p..whole * p + self.view.overlap()];
-        let mut run = Run {
-            tokens: tokens.to_vec(),
-            device: pages[from..].to_vec(),
-            pages: (whole - from) as u32,
-            ..Run::default()
-        };
+        let mut run = self.arena.take_run();
+        run.tokens.extend_from_slice(tokens);
+        run.device.extend_from_slice(&pages[from..]);
+        run.pages = (whole - from) as u32;
         if self.hashing {
             let prior = self.prior_hash(parent, key.ns);
             run.hashes.reserve_exact(whole - from);

@@ -180,6 +180,16 @@ impl Run {
         self.stored[page / 64] |= 1 << (page % 64);
     }
 
+    fn clear(&mut self) {
+        self.tokens.clear();
+        self.device.clear();
+        self.host.clear();
+        self.hashes.clear();
+        self.stored.clear();
+        self.components = None;
+        (self.pages, self.nodes) = (0, 0);
+    }
+
     /// Forgets the pages from `pages` on. Memory is given back when three quarters of it are idle.
     pub(super) fn truncate(&mut self, pages: u32, tokens: usize) {
         self.pages = pages;
@@ -209,11 +219,23 @@ pub(super) struct Arena {
     free_nodes: Vec<u32>,
     pub(super) runs: Vec<Run>,
     free_runs: Vec<u32>,
+    /// Emptied runs, kept for their memory: a cache at capacity then allocates nothing to replace what it evicts.
+    spare_runs: Vec<Run>,
 }
+
+/// Most emptied runs kept, and the most tokens one may have room for: 16 MiB in all.
+const SPARE_RUNS_MAX: usize = 256;
+const SPARE_RUN_TOKENS_MAX: usize = 16 * 1024;
 
 impl Arena {
     pub(super) fn new() -> Arena {
-        Arena { nodes: vec![Node::root()], free_nodes: Vec::new(), runs: Vec::new(), free_runs: Vec::new() }
+        Arena {
+            nodes: vec![Node::root()],
+            free_nodes: Vec::new(),
+            runs: Vec::new(),
+            free_runs: Vec::new(),
+            spare_runs: Vec::new(),
+        }
     }
 
     /// Nodes in use, the root included.
@@ -269,9 +291,19 @@ impl Arena {
         let r = &mut self.runs[run as usize];
         r.nodes -= 1;
         if r.nodes == 0 {
-            *r = Run::default();
+            let mut old = std::mem::take(r);
             self.free_runs.push(run);
+            let fits = old.tokens.capacity() <= SPARE_RUN_TOKENS_MAX;
+            if fits && self.spare_runs.len() < SPARE_RUNS_MAX {
+                old.clear();
+                self.spare_runs.push(old);
+            }
         }
+    }
+
+    /// An empty run, with the memory of an old one if there is any.
+    pub(super) fn take_run(&mut self) -> Run {
+        self.spare_runs.pop().unwrap_or_default()
     }
 
     pub(super) fn add_run(&mut self, run: Run) -> u32 {
