@@ -338,6 +338,7 @@ impl Pair {
         assert!(freed.len() as u32 == want || self.model.mirrors().is_empty());
     }
 
+    #[expect(clippy::too_many_arguments, reason = "the arguments of the call under test")]
     fn insert(
         &mut self,
         ns: NamespaceId,
@@ -346,6 +347,7 @@ impl Pair {
         owned: u32,
         priority: i32,
         hits: Option<u32>,
+        held: Option<&DeviceLock>,
     ) {
         let mut out = InsertOut::default();
         let opts = InsertOpts { priority, count_hits_from: hits };
@@ -362,7 +364,11 @@ impl Pair {
         let mut state = Vec::new();
         let stated = self.spans[1] > 0 && owned < whole && self.alloc_component(1, 0, 1, &mut state);
         let given = InsertComponents { window_from, window: &window, state: state.first().copied() };
-        let done = self.tree.insert_with(self.key(ns, tokens), pages, owned, given, opts, &mut out);
+        let key = self.key(ns, tokens);
+        let done = match held {
+            Some(lock) => self.tree.insert_from(lock, key, pages, owned, given, opts, &mut out),
+            None => self.tree.insert_with(key, pages, owned, given, opts, &mut out),
+        };
         if self.model.must_wait(ns.0, tokens) {
             assert!(matches!(done, Err(TreeError::LoadInFlight(_))), "{done:?}");
             self.device.free(&pages[owned as usize..]).unwrap();
@@ -664,7 +670,17 @@ impl Pair {
                 let need = self.key(ns, &tokens).pages(self.page_size) - found.device_pages;
                 if self.alloc_device(need, &mut pages) {
                     let from = if chunked { found.device_pages } else { 0 };
-                    self.insert(ns, &tokens, &pages, found.device_pages, priority, count.then_some(from));
+                    // The held lock saves the second walk, and must not change anything.
+                    let lock = (priority == 1).then_some(&held.lock);
+                    self.insert(
+                        ns,
+                        &tokens,
+                        &pages,
+                        found.device_pages,
+                        priority,
+                        count.then_some(from),
+                        lock,
+                    );
                 }
                 self.unlock(held);
             }
@@ -672,7 +688,7 @@ impl Pair {
                 let (ns, tokens) = self.tokens(row);
                 let mut pages = Vec::new();
                 if self.alloc_device(self.key(ns, &tokens).pages(self.page_size), &mut pages) {
-                    self.insert(ns, &tokens, &pages, 0, 0, Some(0));
+                    self.insert(ns, &tokens, &pages, 0, 0, Some(0), None);
                 }
             }
             Step::Match(row) => {
@@ -682,6 +698,14 @@ impl Pair {
             Step::Lock(row) if self.held.len() < 5 => {
                 let (ns, tokens) = self.tokens(row);
                 let (held, ..) = self.lock(ns, &tokens);
+                // Going on where the lock ends finds what a look-up finds.
+                let key = Key { ns, tokens: &tokens, view: self.view };
+                let (mut more, mut all) = (Vec::new(), Vec::new());
+                let again = self.tree.match_from(&held.lock, key, &mut more).unwrap();
+                let whole = self.tree.match_prefix(key, &mut all);
+                self.model.look_up(ns.0, &tokens);
+                self.model.look_up(ns.0, &tokens);
+                assert_eq!((&again, &more[..]), (&whole, &all[again.device_pages as usize - more.len()..]));
                 self.held.push(held);
             }
             Step::Unlock(i) if !self.held.is_empty() => {
