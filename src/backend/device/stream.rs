@@ -584,12 +584,13 @@ impl<D: Driver> StreamDevice<D> {
 impl<D: Driver> Drop for StreamDevice<D> {
     fn drop(&mut self) {
         let quiet = self.unended() == 0 && self.failed.is_none();
-        let Some(host) = self.host.take() else { return };
         if !quiet {
             // The device may still write there: the memory must stay mapped for the life of the process.
-            std::mem::forget(host.arena);
+            self.driver.abandon();
+            std::mem::forget(self.host.take().map(|host| host.arena));
             return;
         }
+        let Some(host) = self.host.take() else { return };
         for ((_, region), plane) in host.arena.regions().zip(self.geometry.planes()) {
             let page = plane.page_bytes();
             let chunk = ((REGISTER_BYTES / page).max(1) * page) as usize;
