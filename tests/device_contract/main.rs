@@ -3,9 +3,11 @@
 #![expect(clippy::unwrap_used, reason = "a failed step of a test is a failed test")]
 #![expect(unsafe_code, reason = "a driver made for tests moves memory by address")]
 
+mod alloc;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod fake;
+mod null;
 mod rig;
 mod streams;
 

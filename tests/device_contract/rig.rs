@@ -119,7 +119,7 @@ pub(crate) fn plan_options() -> Vec<(&'static str, PlanOptions)> {
         ("slices", PlanOptions { slice_bytes: 700, large_params: false, ..base }),
         ("kernel slices", PlanOptions { slice_bytes: 1500, large_params: false, ..kernels }),
         ("staged", PlanOptions { policy: CopyPolicy::Latency, staging_bytes: 4096, ..base }),
-        ("chunked", PlanOptions { host_chunk_pages: 2, ..base }),
+        ("chunked", PlanOptions { host_chunk_mask: 1, ..base }),
     ]
 }
 
@@ -200,8 +200,8 @@ impl Rig {
         let mut device = Box::new(device.unwrap());
         let arena = Arc::new(HostArena::new(Arc::clone(&geometry), capacities(HOST_PAGES)).unwrap());
         device.attach_host(Arc::clone(&arena)).unwrap();
-        if options.host_chunk_pages != 0 {
-            device.options_mut().host_chunk_pages = options.host_chunk_pages;
+        if options.host_chunk_mask != u32::MAX {
+            device.options_mut().host_chunk_mask = options.host_chunk_mask;
         }
         let name = format!("stream {name} {order:?} table {table}");
         let kind = Kind::Stream(device, driver, memory);
@@ -214,8 +214,8 @@ impl Rig {
         let mut cuda = crate::cuda::Cuda::new(&geometry, options, order, table);
         let arena = Arc::new(HostArena::new(Arc::clone(&geometry), capacities(HOST_PAGES)).unwrap());
         cuda.device.attach_host(Arc::clone(&arena)).unwrap();
-        if options.host_chunk_pages != 0 {
-            cuda.device.options_mut().host_chunk_pages = options.host_chunk_pages;
+        if options.host_chunk_mask != u32::MAX {
+            cuda.device.options_mut().host_chunk_mask = options.host_chunk_mask;
         }
         let name = format!("cuda {name} {order:?} table {table}");
         let kind = Kind::Cuda(Box::new(cuda));
