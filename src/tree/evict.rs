@@ -1,9 +1,10 @@
 //! Eviction. Every victim is a leaf of its tier, found at the end of a list or the top of a heap: the cost is that of what
 //! is freed, whatever the size of the tree. The last victim is cut to what is still wanted.
 
+use crate::base::containers::Map;
 use crate::base::{NodeId, PageId};
 
-use super::node::{Listed, NIL, Residency};
+use super::node::{Listed, NIL, Node, ROOT, Residency};
 use super::order::facts;
 use super::{DeviceEviction, HostEviction, Tree, TreeError, Unbacked};
 
@@ -12,7 +13,6 @@ impl Tree {
     /// without is deleted together with what hangs below it on the host, or reported, as `unbacked` says. Reported
     /// pages count as found. Appends to `out`. O(nodes freed or reported), times log of the leaves under a heap policy.
     pub fn evict_device(&mut self, want_pages: u32, unbacked: Unbacked, out: &mut DeviceEviction) {
-        self.tick();
         if self.orders.policy.is_list() {
             self.evict_device_by_list(want_pages, unbacked, out);
         } else {
@@ -28,7 +28,7 @@ impl Tree {
             let node = &self.arena.nodes[at as usize];
             let (pages, newer) = (node.pages, node.order.newer);
             // Descendants come first in the list, so a child that is still there was reported.
-            let ready = node.host == Residency::Present || unbacked == Unbacked::Delete;
+            let ready = node.host == Residency::Present || !self.reports(node, unbacked);
             if ready && node.kids_device == 0 {
                 self.evict_one(at, out);
             } else if unbacked == Unbacked::Report {
@@ -45,25 +45,43 @@ impl Tree {
 
     fn evict_device_by_heap(&mut self, want_pages: u32, unbacked: Unbacked, out: &mut DeviceEviction) {
         let mut left = want_pages;
+        // Reported nodes, and how many children of a node were reported: with all of them it is next in line.
         let mut aside = Vec::new();
+        let mut reported: Map<u32, u32> = Map::default();
         while left > 0 {
             let Some(at) = self.orders.device_heap.peek() else { break };
             let tail = self.orders.policy.tail_pages(&facts(&self.arena.nodes[at as usize]));
             self.cut_tail(at, left.min(tail));
             let node = &self.arena.nodes[at as usize];
-            left -= node.pages;
-            if node.host == Residency::Present || unbacked == Unbacked::Delete {
+            let (parent, pages) = (node.parent, node.pages);
+            left -= pages;
+            let ready = node.host == Residency::Present || !self.reports(node, unbacked);
+            if ready && node.kids_device == 0 {
                 self.evict_one(at, out);
             } else {
                 out.needs_backup.push(self.arena.id(at));
-                out.needs_backup_pages += node.pages;
+                out.needs_backup_pages += pages;
                 self.orders.device_heap.remove(at);
                 aside.push(at);
+                *reported.entry(parent).or_insert(0) += 1;
+            }
+            let up = &self.arena.nodes[parent as usize];
+            let all_reported = up.kids_device > 0 && reported.get(&parent) == Some(&up.kids_device);
+            if all_reported && parent != ROOT && up.locks == 0 {
+                self.orders.device_heap.set(parent, self.orders.policy.key(&facts(up)));
+                aside.push(parent);
             }
         }
+        // Back to what their states say.
         for at in aside {
+            self.orders.device_heap.remove(at);
             self.orders.rekey(&self.arena, at);
         }
+    }
+
+    /// Whether an un-backed victim is reported: only what the write threshold finds worth a copy.
+    fn reports(&self, node: &Node, unbacked: Unbacked) -> bool {
+        unbacked == Unbacked::Report && node.hits >= self.write_threshold
     }
 
     /// Splits a node so that it keeps at most its last `pages` pages.
@@ -74,8 +92,9 @@ impl Tree {
         }
     }
 
-    /// Demotes or deletes an unlocked device leaf.
+    /// Demotes or deletes an unlocked device leaf. A tick of its own, so that no two leaves are equally old.
     fn evict_one(&mut self, at: u32, out: &mut DeviceEviction) {
+        self.tick();
         let node = &self.arena.nodes[at as usize];
         let pages = node.pages;
         if node.host == Residency::Present {
@@ -106,7 +125,6 @@ impl Tree {
         if self.arena.nodes[at as usize].host != Residency::Present {
             return Err(TreeError::NotBackedUp(node));
         }
-        self.tick();
         self.evict_one(at, out);
         Ok(())
     }
@@ -125,7 +143,6 @@ impl Tree {
         if n.pins > 0 {
             return Err(TreeError::InUse(node));
         }
-        self.tick();
         self.evict_one(at, out);
         Ok(())
     }
@@ -171,14 +188,30 @@ impl Tree {
         done
     }
 
-    /// Frees up to `want_pages` host pages of nodes that are on the device too: those that became reclaimable first go
-    /// first. Under `BackedUpParent` only where no child holds or awaits a host copy; never where one is pinned or in
+    /// Lists the nodes without a host copy, and worth one, among the first `within_pages` pages of the device order: what will have to
+    /// be written when room is made, so that it can be written before. Nodes with a backup in flight are not listed.
+    /// Under a heap policy nothing is known ahead and nothing is listed. O(nodes in that range).
+    pub fn unbacked_ahead(&self, within_pages: u32, out: &mut Vec<NodeId>) {
+        let mut left = within_pages;
+        let mut at = self.orders.device.oldest;
+        while left > 0 && at != NIL {
+            let node = &self.arena.nodes[at as usize];
+            if node.host == Residency::Absent && self.reports(node, Unbacked::Report) {
+                out.push(self.arena.id(at));
+            }
+            left = left.saturating_sub(node.pages);
+            at = node.order.newer;
+        }
+    }
+
+    /// Frees up to `want_pages` host pages of nodes that are on the device too: the most recently used go first, since
+    /// they will leave the device last. Under `BackedUpParent` only where no child holds or awaits a host copy; never where one is pinned or in
     /// flight. The pages are appended to `out`. O(nodes freed).
     pub fn reclaim_mirrors(&mut self, want_pages: u32, out: &mut Vec<PageId>) -> HostEviction {
         self.tick();
         let mut done = HostEviction::default();
-        while done.freed_pages < want_pages && self.orders.mirrors.oldest != NIL {
-            let at = self.orders.mirrors.oldest;
+        while done.freed_pages < want_pages && self.orders.mirrors.newest != NIL {
+            let at = self.orders.mirrors.newest;
             self.cut_tail(at, want_pages - done.freed_pages);
             done.freed_pages += self.arena.nodes[at as usize].pages;
             self.drop_host(at, out);

@@ -6,6 +6,7 @@
 
 use crate::base::heap::IndexHeap;
 
+use super::component::COMPONENTS;
 use super::node::{Arena, Links, Listed, NIL, Node, ROOT, Residency};
 use super::policy::{NodeFacts, Policy};
 use super::types::BackupRule;
@@ -29,8 +30,13 @@ pub(super) struct Orders {
     pub(super) host: Ends,
     pub(super) device_heap: IndexHeap,
     pub(super) host_heap: IndexHeap,
-    /// Nodes whose host copy could be given up, in the order in which that became so.
+    /// Nodes whose host copy could be given up: those that became so when they were freshly used at the newest end,
+    /// those that were the least recently used at the oldest.
     pub(super) mirrors: Ends,
+    /// By component and tier: nodes that have any of it.
+    pub(super) components: [[IndexHeap; 2]; COMPONENTS],
+    /// The tree has components; without them no call looks at `components`.
+    pub(super) has_components: bool,
     /// Advances once per call; the only clock.
     pub(super) tick: u64,
 }
@@ -67,6 +73,16 @@ fn link_newest(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
     }
 }
 
+/// Puts `at` at the oldest end.
+fn link_oldest(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
+    let newer = std::mem::replace(&mut ends.oldest, at);
+    *links(&mut nodes[at as usize]) = Links { older: NIL, newer };
+    match newer {
+        NIL => ends.newest = at,
+        _ => links(&mut nodes[newer as usize]).older = at,
+    }
+}
+
 /// Puts `at` right on the newer side of `below`, which is linked.
 fn link_above(nodes: &mut [Node], ends: &mut Ends, at: u32, below: u32, links: Field) {
     let newer = std::mem::replace(&mut links(&mut nodes[below as usize]).newer, at);
@@ -90,7 +106,7 @@ pub(super) fn facts(node: &Node) -> NodeFacts {
 }
 
 impl Orders {
-    pub(super) fn new(policy: Policy) -> Orders {
+    pub(super) fn new(policy: Policy, has_components: bool) -> Orders {
         Orders {
             policy,
             device: Ends::EMPTY,
@@ -98,6 +114,8 @@ impl Orders {
             device_heap: IndexHeap::default(),
             host_heap: IndexHeap::default(),
             mirrors: Ends::EMPTY,
+            components: Default::default(),
+            has_components,
             tick: 0,
         }
     }
@@ -134,15 +152,27 @@ impl Orders {
         if mirror != node.mirrored {
             node.mirrored = mirror;
             if mirror {
-                link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+                let tick = node.tick;
+                match self.mirrors.oldest {
+                    oldest if oldest != NIL && tick < arena.nodes[oldest as usize].tick => {
+                        link_oldest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+                    }
+                    _ => link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links),
+                }
             } else {
                 unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
             }
         }
-        if arena.nodes[at as usize].listed == want {
-            return;
+        if arena.nodes[at as usize].listed != want {
+            self.leave(arena, at);
+            self.enter(arena, at, want);
         }
-        self.leave(arena, at);
+        if self.has_components {
+            self.rekey_components(arena, at);
+        }
+    }
+
+    fn enter(&mut self, arena: &mut Arena, at: u32, want: Listed) {
         let node = &mut arena.nodes[at as usize];
         node.listed = want;
         if want == Listed::Nowhere {
@@ -172,6 +202,9 @@ impl Orders {
     /// Takes a node out of everything, before it is deleted.
     pub(super) fn forget(&mut self, arena: &mut Arena, at: u32) {
         self.leave(arena, at);
+        if self.has_components {
+            self.forget_components(at);
+        }
         if std::mem::replace(&mut arena.nodes[at as usize].mirrored, false) {
             unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
         }
@@ -194,6 +227,9 @@ impl Orders {
     #[inline]
     pub(super) fn touch(&mut self, arena: &mut Arena, at: u32) {
         arena.nodes[at as usize].tick = self.tick;
+        if self.has_components {
+            self.rekey_components(arena, at);
+        }
         if !self.policy.is_list() {
             self.rekey(arena, at);
             return;
@@ -220,5 +256,9 @@ impl Orders {
             self.rekey(arena, suffix);
         }
         self.refresh(arena, rule, prefix);
+        if self.has_components {
+            self.refresh_components(arena, prefix);
+            self.refresh_components(arena, suffix);
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::node::Listed;
 use super::*;
 use crate::base::OpId;
 use crate::key::PageHash;
@@ -88,15 +89,19 @@ impl Rig {
             }
             let mut out = InsertOut::default();
             let opts = InsertOpts { priority: 0, count_hits_from: Some(0) };
-            let done = self.tree.insert(key, &pages, found.device_pages, opts, &mut out).unwrap();
+            let Ok(done) = self.tree.insert(key, &pages, found.device_pages, opts, &mut out) else {
+                assert!(found.loading_pages > 0, "only a load in the way stops an insert");
+                self.free_device(&pages[found.device_pages as usize..]);
+                return None;
+            };
             assert_eq!(done.matched_pages + done.revived_pages + done.new_pages, key.pages(p));
             self.check_bytes_from(key, found.device_pages as usize, &out.canonical);
             self.free_device(&out.returned);
-            done
+            Some(done)
         });
         self.tree.unlock(lock).unwrap();
         pin.into_iter().for_each(|pin| self.tree.unpin_host(pin).unwrap());
-        done
+        done.flatten()
     }
 
     fn check_bytes(&self, key: Key<'_>, pages: &[PageId]) {
@@ -176,8 +181,9 @@ impl Rig {
         let mut out = Vec::new();
         self.tree.end_load(op, ok, &mut out).unwrap();
         for end in &out {
-            let (LoadOutcome::Failed { returned } | LoadOutcome::Published { returned, .. }) = &end.outcome;
-            self.free_device(returned);
+            if let LoadOutcome::Failed { returned } = &end.outcome {
+                self.free_device(returned);
+            }
         }
         out
     }
@@ -217,10 +223,7 @@ impl Rig {
         self.tree.for_each_page(Tier::Host, |id, page| ledger.own(page, format!("node {id}")));
         assert_eq!(ledger.check(&self.host), []);
         let s = self.tree.stats();
-        let tree_pages = s.device_pages_evictable
-            + s.device_pages_protected
-            + s.device_pages_loading
-            + s.device_pages_superseded;
+        let tree_pages = s.device_pages_evictable + s.device_pages_protected + s.device_pages_loading;
         assert_eq!(self.device.used_pages(), tree_pages);
         assert_eq!(self.host.used_pages(), s.host_pages + s.host_pages_pending);
     }
@@ -371,7 +374,7 @@ fn a_failed_backup_takes_those_above_it_along() {
 }
 
 #[test]
-fn an_insert_overtakes_a_load() {
+fn an_insert_waits_for_the_load_it_meets() {
     let mut rig = Rig::new(config(2), 32, 32);
     let tokens = row("abcd");
     let node = rig.insert(key(&tokens)).unwrap().node;
@@ -380,13 +383,14 @@ fn an_insert_overtakes_a_load() {
     let op = rig.begin_load(node).unwrap();
     let found = rig.tree.match_prefix(key(&tokens), &mut Vec::new());
     assert_eq!((found.host_pages, found.loading_pages, &found.loading[..]), (4, 4, &[op][..]));
-    rig.insert(key(&row("ab"))).unwrap();
-    assert_eq!(rig.tree.peek(key(&tokens)).device_pages, 2);
+    let mut pages = Vec::new();
+    assert!(rig.device.alloc(2, &mut pages));
+    let mut out = InsertOut::default();
+    let refused = rig.tree.insert(key(&row("ab")), &pages, 0, InsertOpts::default(), &mut out);
+    assert_eq!(refused, Err(TreeError::LoadInFlight(node)));
+    rig.device.free(&pages).unwrap();
     rig.check();
-    let LoadOutcome::Published { nodes, returned } = rig.end_load(op, true).remove(0).outcome else {
-        panic!("published")
-    };
-    assert_eq!((&nodes[..], returned.len()), (&[node][..], 2));
+    assert_eq!(rig.end_load(op, true)[0].outcome, LoadOutcome::Published { nodes: vec![node] });
     rig.check();
     let mut pages = Vec::new();
     rig.tree.match_prefix(key(&tokens), &mut pages);
@@ -629,4 +633,60 @@ fn random_histories_stay_sound() {
         };
         random_run(seed, config, 1_500);
     }
+}
+
+/// Breaks one thing at a time and asks `sanity` for the name of the rule.
+#[test]
+fn sanity_names_what_was_broken() {
+    type Break = fn(&mut Tree, usize, usize);
+    let cases: [(&str, Break); 16] = [
+        ("backed-up-parent", |t, up, _| {
+            t.arena.nodes[up].host = Residency::Absent;
+        }),
+        ("device-root-closed", |t, up, _| t.arena.nodes[up].device = Residency::Absent),
+        ("path-counts", |t, _, low| t.arena.nodes[low].locks = 1),
+        ("path-counts", |t, up, _| t.arena.nodes[up].pins = 7),
+        ("child-counters", |t, up, _| t.arena.nodes[up].kids_host = 0),
+        ("depth", |t, _, low| t.arena.nodes[low].depth += 1),
+        ("depth", |t, up, low| t.arena.nodes[up].parent = low as u32),
+        ("children", |t, up, _| t.arena.nodes[up].first_child = up as u32),
+        ("child-table", |t, _, low| t.arena.nodes[low].tag ^= 1),
+        ("range-in-run", |t, _, low| t.arena.nodes[low].pages += 1),
+        ("order-sets", |t, _, low| t.arena.nodes[low].listed = Listed::Host),
+        ("list-links", |t, _, low| t.arena.nodes[low].order.newer = node::NIL),
+        ("counters", |t, _, _| t.stats.host_pages += 1),
+        ("op-marks", |t, _, low| t.arena.nodes[low].op = 3),
+        ("one-owner", |t, up, low| {
+            let page = t.arena.runs[t.arena.nodes[up].run as usize].device[0];
+            let n = t.arena.nodes[low].clone();
+            t.arena.runs[n.run as usize].device[n.from as usize] = page;
+        }),
+        ("reachable", |t, _, low| {
+            let n = t.arena.nodes[low].clone();
+            t.arena.runs[n.run as usize].tokens[n.from as usize * 2] ^= 1 << 20;
+        }),
+    ];
+    for (rule, break_it) in cases {
+        let mut rig = Rig::new(config(2), 16, 16);
+        let low = rig.insert(key(&row("abcd"))).unwrap().node;
+        rig.insert(key(&row("wxyz"))).unwrap();
+        rig.backup(low);
+        let up = rig.tree.match_prefix(key(&row("ab")), &mut Vec::new()).node;
+        rig.check();
+        break_it(&mut rig.tree, up.index as usize, low.index as usize);
+        let found = rig.tree.sanity();
+        assert!(found.iter().any(|v| v.rule == rule), "{rule} expected, found {found:?}");
+        // A broken tree can still be shown.
+        assert!(rig.tree.dump_text().starts_with("root\n") && rig.tree.dump_dot().ends_with("}\n"));
+    }
+}
+
+#[test]
+fn dumps_show_tiers_holds_and_operations() {
+    let mut rig = Rig::new(config(2), 16, 16);
+    let node = rig.insert(key(&row("abc"))).unwrap().node;
+    rig.begin_backup(node).unwrap();
+    let text = rig.tree.dump_text();
+    assert_eq!(text, "root\n  1.0 Dh 3p [97 1 98 1 ..] locks 1 hits 1 op1\n");
+    assert!(rig.tree.dump_dot().contains("n0 -> n1;"));
 }

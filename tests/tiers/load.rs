@@ -19,10 +19,10 @@ fn on_host(device: u32, host: u32, write: WritePolicy, prompts: &[&str]) -> Rig 
 
 fn flush_device(rig: &mut Rig, device: u32) {
     let request = rig.request();
-    while rig.alloc(request, device).unwrap() != Alloc::Granted {
+    while rig.alloc(request, device).expect("a live request") != Alloc::Granted {
         rig.drain();
     }
-    rig.abort(request).unwrap();
+    rig.abort(request).expect("a live request");
 }
 
 #[test]
@@ -234,6 +234,31 @@ fn a_checkpoint_waits_for_the_load_it_rests_on() {
     assert_eq!(rig.finish(request, &t("ABC")).unwrap().published_tokens, 12);
     rig.drain();
     assert_eq!(found(&rig, "ABC").0, 3);
+    rig.assert_quiet();
+}
+
+/// A request computes what another is loading, and publishes first. The load's pages stand in the page table of the one
+/// that waits, so they can not be replaced under it: the publication is put off until the load has ended.
+#[test]
+fn an_insert_does_not_overtake_a_load() {
+    let mut rig = on_host(12, 8, WT1, &["AB"]);
+    let waiting = rig.request();
+    rig.match_prefix(waiting, &t("AB")).unwrap();
+    let computing = rig.request();
+    rig.match_prefix(computing, &[]).unwrap();
+    rig.alloc(computing, 3).unwrap();
+    rig.compute(computing, &t("ABC"), NamespaceId::DEFAULT);
+    rig.load_back(waiting).unwrap();
+    let put_off = rig.checkpoint(computing, &t("ABC")).unwrap();
+    assert_eq!((put_off.published_tokens, put_off.refused), (0, Some(Refusal::LoadPending)));
+    rig.drain();
+    rig.verify(waiting, &t("AB"));
+    let published = rig.checkpoint(computing, &t("ABC")).unwrap();
+    assert_eq!((published.published_tokens, published.duplicate_pages), (12, 2));
+    for id in [waiting, computing] {
+        rig.abort(id).unwrap();
+    }
+    rig.drain();
     rig.assert_quiet();
 }
 

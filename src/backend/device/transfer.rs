@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 
 use super::job::{CopyJob, Direction};
-use crate::base::{OpId, PageId};
+use crate::backend::host::Access;
+use crate::base::{OpId, PageId, Tier};
 use crate::pool::PoolKind;
 
 /// A transfer of one device. Never reused.
@@ -161,6 +162,16 @@ impl Record {
         let parts = job.parts.iter().map(|p| (p.pool, p.src.to_vec(), p.dst.to_vec())).collect();
         let cell = Arc::<Cell>::default();
         Record { id, op: job.op, direction: job.direction, bytes, pages: Parked { parts }, cell }
+    }
+
+    /// The claims of the transfer on a page in device memory.
+    pub(crate) fn device_claims(&self, pool: PoolKind, page: PageId) -> impl Iterator<Item = Access> {
+        let reads = self.direction.source() == Tier::Device;
+        let writes = self.direction.destination() == Tier::Device;
+        self.pages.parts.iter().filter(move |part| part.0 == pool).flat_map(move |(_, src, dst)| {
+            let of = |on: bool, list: &[PageId], access| (on && list.contains(&page)).then_some(access);
+            [of(reads, src, Access::Shared), of(writes, dst, Access::Exclusive)].into_iter().flatten()
+        })
     }
 
     /// The handle for the caller. Once per record.
