@@ -32,6 +32,8 @@ mod maintain;
 mod recover;
 mod root;
 pub mod segment;
+#[cfg(feature = "uring")]
+mod uring;
 mod witness;
 
 pub use maintain::{SpaceUse, Usage, VerifyProgress, VerifyReport};
@@ -183,6 +185,12 @@ impl FileStore {
         Ok(store)
     }
 
+    /// What moves the bytes: the engine asked for, or threads where it is not to be had.
+    #[must_use]
+    pub fn engine(&self) -> IoEngine {
+        self.engine.kind()
+    }
+
     /// What opening found.
     #[must_use]
     pub fn recovery(&self) -> Recovery {
@@ -203,6 +211,14 @@ impl FileStore {
 }
 
 fn engine_of(config: &FileConfig) -> Result<Box<dyn Engine>, OpenError> {
+    #[cfg(feature = "uring")]
+    if config.engine == IoEngine::Uring {
+        match uring::Uring::new(config.depth) {
+            Ok(ring) => return Ok(Box::new(ring)),
+            // Containers often forbid it. The threads do the same work.
+            Err(error) => tracing::warn!(%error, "io_uring is not available, using threads"),
+        }
+    }
     let failed = |source| OpenError::Io { op: "start a thread for", path: config.root.clone(), source };
     Ok(Box::new(Threads::new(config.depth).map_err(failed)?))
 }
