@@ -6,4 +6,6 @@ mod crash;
 mod file;
 mod identity;
 mod kit;
+mod remote;
+mod services;
 mod wrap;
