@@ -52,6 +52,9 @@ enum Call {
     EndStore(u8),
     Demote(Key),
     DeleteLeaf(Key),
+    EvictComponent(bool, bool, Int<0, 5>),
+    AdoptHost(Key, bool, Int<1, 3>),
+    ReleaseWindow(u8),
 }
 
 #[derive(Arbitrary, Debug)]
@@ -63,6 +66,8 @@ struct Input {
     write_threshold: Int<0, 2>,
     hashing: bool,
     merge: bool,
+    window: Option<Int<1, 3>>,
+    state: bool,
     calls: Vec<Call>,
 }
 
@@ -90,6 +95,9 @@ fn step(call: Call) -> Step {
         Call::EndStore(mask) => Step::EndStore(u32::from(mask)),
         Call::Demote(key) => Step::Demote(row(key)),
         Call::DeleteLeaf(key) => Step::DeleteLeaf(row(key)),
+        Call::EvictComponent(state, host, n) => Step::EvictComponent(state, host, n.0),
+        Call::AdoptHost(key, state, n) => Step::AdoptHost(row(key), state, n.0),
+        Call::ReleaseWindow(i) => Step::ReleaseWindow(usize::from(i)),
     }
 }
 
@@ -109,17 +117,21 @@ fn order(policy: Policy) -> Order {
 fuzz_target!(|input: Input| {
     let mut pair = Pair::new(&Setup {
         page_size: input.page_size.0,
-        bigram: input.bigram,
+        // The tree refuses the two together.
+        bigram: input.bigram && !input.state,
         free_rule: input.free_rule,
         order: order(input.policy),
         write_threshold: input.write_threshold.0,
         hashing: input.hashing,
         merge: input.merge,
+        window: input.window.map(|pages| pages.0),
+        state: input.state,
     });
     for &call in input.calls.iter().take(256) {
         let step = step(call);
         pair.run(step);
+        pair.drain();
         pair.compare(step);
     }
-    pair.drain();
+    pair.finish();
 });

@@ -2,6 +2,7 @@
 //!
 //! `SAPWOOD_SEED` replays a run, `SAPWOOD_MODEL_OPS` sets its size (200,000 operations unless told; nightly runs take
 //! 10 million). A failure is shrunk to a short list of operations.
+#![expect(clippy::unwrap_used, reason = "a test that meets None or Err fails, which is what it is for")]
 
 mod pair;
 
@@ -37,6 +38,9 @@ fn step() -> impl Strategy<Value = Step> {
         1 => any::<u32>().prop_map(Step::EndStore),
         1 => row().prop_map(Step::Demote),
         1 => row().prop_map(Step::DeleteLeaf),
+        2 => (any::<bool>(), any::<bool>(), 0..6u32).prop_map(|(c, t, n)| Step::EvictComponent(c, t, n)),
+        1 => (row(), any::<bool>(), 1..4u32).prop_map(|(row, c, n)| Step::AdoptHost(row, c, n)),
+        1 => any::<usize>().prop_map(Step::ReleaseWindow),
     ]
 }
 
@@ -51,16 +55,14 @@ fn setup() -> impl Strategy<Value = Setup> {
         1 => Just(Order::Priority),
         1 => (0..4u32, 0..3u32).prop_map(|(a, b)| Order::TailTrim(a, b)),
     ];
-    (1..4u32, any::<bool>(), any::<bool>(), order, 0..3u32, any::<bool>(), prop::bool::weighted(0.7))
-        .prop_map(|(page_size, bigram, free_rule, order, write_threshold, hashing, merge)| Setup {
-            page_size,
-            bigram,
-            free_rule,
-            order,
-            write_threshold,
-            hashing,
-            merge,
-        })
+    let parts = (prop::option::weighted(0.3, 1..4u32), prop::bool::weighted(0.25));
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), prop::bool::weighted(0.7));
+    (1..4u32, order, 0..3u32, flags, parts).prop_map(|(page_size, order, write_threshold, flags, parts)| {
+        let (bigram, free_rule, hashing, merge) = flags;
+        let (window, state) = parts;
+        let bigram = bigram && !state;
+        Setup { page_size, bigram, free_rule, order, write_threshold, hashing, merge, window, state }
+    })
 }
 
 const STEPS_MAX: usize = 160;
@@ -80,9 +82,10 @@ fn the_tree_does_what_the_model_says() {
         let mut pair = Pair::new(&setup);
         for step in steps {
             pair.run(step);
+            pair.drain();
             pair.compare(step);
         }
-        pair.drain();
+        pair.finish();
         Ok(())
     });
     if let Err(TestError::Fail(why, (setup, steps))) = &result {

@@ -635,7 +635,7 @@ impl Device for SoftDevice {
         }
         let mut s = shared.lock();
         let model_layers = shared.memory.geometry().model_layers();
-        while let Some((record, outcome)) = s.ended.pop_front() {
+        while let Some((mut record, outcome)) = s.ended.pop_front() {
             s.in_flight[record.direction.index()] -= 1;
             // An end that is not proved keeps its claims: the memory refuses those pages from now on.
             if !matches!(outcome, Outcome::Failed(CopyFault { quiescent: false, .. })) {
