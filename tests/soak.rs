@@ -70,6 +70,8 @@ struct Live {
     tokens: Vec<u32>,
     stage: Stage,
     checked: bool,
+    /// Turns after which it vanishes, in whatever state it is then.
+    turns_left: Option<usize>,
 }
 
 /// A cache with load on it.
@@ -122,9 +124,12 @@ impl Load {
                 self.open();
                 opened += 1;
             }
-            if !self.live.is_empty() {
-                let at = self.rng.below(self.live.len());
-                self.step(at);
+            let mut moved = false;
+            for at in (0..self.live.len()).rev() {
+                moved |= self.step(at);
+            }
+            if !moved {
+                std::thread::sleep(Duration::from_micros(20));
             }
         }
         self.rest();
@@ -144,36 +149,42 @@ impl Load {
             Prefetch::Started { .. } => Stage::Fetching,
             Prefetch::Refused(_) => Stage::Computing,
         };
-        let mut live = Live { request, namespace, tokens, stage, checked: false };
+        let turns_left = (self.rng.below(8) == 0).then(|| 1 << self.rng.below(8));
+        let mut live = Live { request, namespace, tokens, stage, checked: false, turns_left };
         if matches!(live.stage, Stage::Computing) {
             find(&mut self.cache, &mut live);
         }
         self.live.push(live);
     }
 
-    fn step(&mut self, at: usize) {
-        if self.rng.below(100) < 2 {
-            // Gone, in whatever state.
-            drop(self.live.swap_remove(at));
-            return;
-        }
+    /// Whether anything came of it.
+    fn step(&mut self, at: usize) -> bool {
         let live = &mut self.live[at];
+        if let Some(turns) = &mut live.turns_left {
+            *turns -= 1;
+            if *turns == 0 {
+                drop(self.live.swap_remove(at));
+                return true;
+            }
+        }
         match live.stage {
             Stage::Fetching => {
-                if self.cache.poll_prefetch(&mut live.request).unwrap() != PrefetchState::Pending {
-                    find(&mut self.cache, live);
+                if self.cache.poll_prefetch(&mut live.request).unwrap() == PrefetchState::Pending {
+                    return false;
                 }
+                find(&mut self.cache, live);
             }
             Stage::Loading => match self.cache.load_state(&live.request).unwrap() {
-                LoadState::Pending { .. } => {}
+                LoadState::Pending { .. } => return false,
                 LoadState::Ready => live.stage = Stage::Computing,
                 LoadState::Failed => find(&mut self.cache, live),
             },
-            Stage::Computing => self.compute(at),
+            Stage::Computing => return self.compute(at),
         }
+        true
     }
 
-    fn compute(&mut self, at: usize) {
+    fn compute(&mut self, at: usize) -> bool {
         let live = &mut self.live[at];
         if !live.checked {
             for (i, &page) in self.cache.pages(&live.request).unwrap().iter().enumerate() {
@@ -191,10 +202,11 @@ impl Load {
             Alloc::Granted => {}
             Alloc::Refused { .. } => {
                 // Others hold the pages: somebody has to go.
-                if self.rng.below(8) == 0 {
+                let goes = self.rng.below(32) == 0;
+                if goes {
                     drop(self.live.swap_remove(at));
                 }
-                return;
+                return goes;
             }
         }
         let work = self.device.compute_begin();
@@ -205,6 +217,7 @@ impl Load {
         self.device.compute_end(work);
         let Live { request, tokens, .. } = self.live.swap_remove(at);
         self.cache.finish(request, &tokens, work).unwrap();
+        true
     }
 
     fn rest(&mut self) {
