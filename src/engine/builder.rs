@@ -14,6 +14,7 @@ use crate::backend::identity::{
     ByteOrder, Content, Descriptor, DescriptorError, Dtype, Plane as StorePlane, Shard,
 };
 use crate::backend::store::{RegisterError, Store};
+use crate::base::{PageId, Tier};
 use crate::pool::{Capacities, Capacity, Geometry, Plane, PlaneKind, PoolKind};
 use crate::tiers::{ConfigError, Core, CoreConfig, PrefetchConfig, StoreConfig, WritePolicy};
 
@@ -114,6 +115,15 @@ pub enum BuildError {
     Thread(std::io::Error),
 }
 
+/// Called for every page that a pool takes back.
+pub(super) struct Scrub(pub(super) Box<dyn FnMut(Tier, PageId) + Send>);
+
+impl fmt::Debug for Scrub {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Scrub")
+    }
+}
+
 /// Collects what a [`PrefixCache`] is made of. Only a device is required.
 #[must_use]
 pub struct Builder {
@@ -128,9 +138,12 @@ pub struct Builder {
     identity: ModelIdentity,
     write: WritePolicy,
     prefetch: PrefetchConfig,
+    exclusive: bool,
+    write_ahead_percent: u32,
     loads_in_flight_max: u32,
     delivery: Delivery,
     waker: Option<Arc<dyn Fn() + Send + Sync>>,
+    scrub: Option<Scrub>,
 }
 
 impl fmt::Debug for Builder {
@@ -154,9 +167,12 @@ impl Builder {
             identity: ModelIdentity::whole("unnamed", ""),
             write: WritePolicy::None,
             prefetch: plain.prefetch,
+            exclusive: plain.exclusive,
+            write_ahead_percent: plain.write_ahead_percent,
             loads_in_flight_max: plain.loads_in_flight_max,
             delivery: Delivery::AsCompleted,
             waker: None,
+            scrub: None,
         }
     }
 
@@ -220,6 +236,18 @@ impl Builder {
         self
     }
 
+    /// See [`CoreConfig::exclusive`]. Default: on.
+    pub fn exclusive(mut self, exclusive: bool) -> Self {
+        self.exclusive = exclusive;
+        self
+    }
+
+    /// See [`CoreConfig::write_ahead_percent`]. Default: 5.
+    pub fn write_ahead_percent(mut self, percent: u32) -> Self {
+        self.write_ahead_percent = percent;
+        self
+    }
+
     /// Loads in flight; more are refused.
     pub fn loads_in_flight_max(mut self, loads: u32) -> Self {
         self.loads_in_flight_max = loads;
@@ -235,6 +263,13 @@ impl Builder {
     /// Called from worker threads when a [`tick`](PrefixCache::tick) would find something; must not block.
     pub fn waker(mut self, waker: Arc<dyn Fn() + Send + Sync>) -> Self {
         self.waker = Some(waker);
+        self
+    }
+
+    /// Called with every page of device and host that goes back to its pool, before anything can be written to it
+    /// again: the place to erase or poison. Runs on the scheduler's thread.
+    pub fn on_free(mut self, scrub: impl FnMut(Tier, PageId) + Send + 'static) -> Self {
+        self.scrub = Some(Scrub(Box::new(scrub)));
         self
     }
 
@@ -256,6 +291,8 @@ impl Builder {
             store: self.store.as_ref().map(|_| self.store_config),
             write: self.write,
             prefetch: self.prefetch,
+            exclusive: self.exclusive,
+            write_ahead_percent: self.write_ahead_percent,
             loads_in_flight_max: self.loads_in_flight_max,
         };
         config.validate()?;
@@ -292,7 +329,7 @@ impl Builder {
         let page_bytes = self.geometry.page_bytes(PoolKind::Full);
         let layers = self.geometry.model_layers();
         let executor = Executor::new(device, lane, page_bytes, layers, self.delivery, heard);
-        Ok(PrefixCache::assemble(self.geometry, arena, core, executor))
+        Ok(PrefixCache::assemble(self.geometry, arena, core, executor, self.scrub))
     }
 }
 
