@@ -53,6 +53,8 @@ struct Setup {
     window_batches: Int<1, 2>,
     share_percent: Int<20, 100>,
     loads_in_flight_max: Int<1, 3>,
+    exclusive: bool,
+    write_ahead_percent: Int<0, 100>,
 }
 
 /// Tokens out of a small family: so many pages and a bit, leaving the trunk at page `fork`.
@@ -155,6 +157,8 @@ fn config(setup: &Setup) -> CoreConfig {
             host_share_percent: setup.share_percent.0,
         },
         loads_in_flight_max: setup.loads_in_flight_max.0,
+        exclusive: setup.exclusive,
+        write_ahead_percent: setup.write_ahead_percent.0,
         ..CoreConfig::device_only(setup.page_size.0, Capacity::Pages(setup.device_pages.0))
     }
 }
