@@ -52,6 +52,7 @@ fn mirror_links(node: &mut Node) -> &mut Links {
     &mut node.mirror
 }
 
+#[inline]
 fn unlink(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
     let Links { older, newer } = std::mem::replace(links(&mut nodes[at as usize]), Links::NONE);
     match older {
@@ -64,6 +65,7 @@ fn unlink(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
     }
 }
 
+#[inline]
 fn link_newest(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
     let older = std::mem::replace(&mut ends.newest, at);
     *links(&mut nodes[at as usize]) = Links { older, newer: NIL };
@@ -172,6 +174,7 @@ impl Orders {
         }
     }
 
+    #[inline]
     fn enter(&mut self, arena: &mut Arena, at: u32, want: Listed) {
         let node = &mut arena.nodes[at as usize];
         node.listed = want;
@@ -187,8 +190,19 @@ impl Orders {
         }
     }
 
+    /// A node lost its last lock: it may enter an order, at the newest end. Mirrors do not depend on locks.
+    #[inline]
+    pub(super) fn unlocked(&mut self, arena: &mut Arena, at: u32) {
+        let want = self.place(at, &arena.nodes[at as usize]);
+        self.enter(arena, at, want);
+        if self.has_components {
+            self.rekey_components(arena, at);
+        }
+    }
+
     /// Takes a node out of its eviction order.
-    fn leave(&mut self, arena: &mut Arena, at: u32) {
+    #[inline]
+    pub(super) fn leave(&mut self, arena: &mut Arena, at: u32) {
         let listed = std::mem::replace(&mut arena.nodes[at as usize].listed, Listed::Nowhere);
         match (listed, self.policy.is_list()) {
             (Listed::Nowhere, _) => {}

@@ -122,6 +122,7 @@ impl Pair {
             components: Components { window_pages: setup.window, state: setup.state },
             write_threshold: setup.write_threshold,
             hashing: setup.hashing,
+            events: false,
             merge: setup.merge,
         };
         let spans = [setup.window.unwrap_or(0), u32::from(setup.state)];

@@ -47,6 +47,9 @@ pub(crate) struct Args {
     /// When KV is copied from the device to the host
     #[arg(long, value_enum, default_value = "write-through")]
     pub(crate) write_policy: Policy,
+    /// Let a full host hold a mirror of the device, instead of what the device does not hold
+    #[arg(long)]
+    pub(crate) inclusive: bool,
     /// How long a request waits for a prefetch from the store
     #[arg(long, value_enum, default_value = "timeout")]
     pub(crate) prefetch: Prefetch,

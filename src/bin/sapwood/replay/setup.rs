@@ -102,6 +102,7 @@ pub(crate) fn machine(args: &Args, jobs: &[Job]) -> Result<Machine, InputError> 
         .host_pages(Capacity::Pages(args.host_pages))
         .identity(ModelIdentity::whole("sapwood-replay", "stamps-1"))
         .write_policy(write_policy(args))
+        .exclusive(!args.inclusive)
         .prefetch(PrefetchConfig { policy: prefetch_policy(args), ..PrefetchConfig::default() })
         .delivery(Delivery::Modelled(cost_model(args)))
         .on_free(poison(device.clone(), Arc::clone(&host), scrub_faults.clone()));
