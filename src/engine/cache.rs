@@ -135,6 +135,10 @@ impl PrefixCache {
     /// See [`Core::match_prefix`].
     pub fn match_prefix(&mut self, request: &mut Request, tokens: &[u32]) -> Result<MatchInfo, CacheError> {
         self.take_drops();
+        if self.core.load_state(request.id()) == Ok(LoadState::Failed) {
+            // It gives its own pages back, and what was launched on them may still run.
+            self.core.launched(self.executor.launched());
+        }
         let found = self.core.match_prefix(request.id(), tokens);
         self.run_actions(self.now);
         Ok(found?)
