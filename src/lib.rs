@@ -14,3 +14,8 @@ pub mod pool;
 pub mod sim;
 pub mod tiers;
 pub mod tree;
+
+/// The code of `docs/EMBEDDING.md` is compiled and run with the documentation tests.
+#[cfg(all(doctest, feature = "host"))]
+#[doc = include_str!("../docs/EMBEDDING.md")]
+struct EmbeddingPage;
