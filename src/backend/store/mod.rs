@@ -30,6 +30,8 @@ pub mod envelope;
 pub mod fault;
 mod gate;
 pub mod mem;
+#[cfg(feature = "mooncake")]
+pub mod mooncake;
 pub mod regions;
 mod sealed;
 pub mod stats;
