@@ -2,6 +2,7 @@
 
 mod extents;
 pub mod geometry;
+pub mod layout;
 mod ledger;
 mod pages;
 
