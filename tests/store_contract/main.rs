@@ -6,4 +6,7 @@ mod crash;
 mod file;
 mod identity;
 mod kit;
+#[cfg(feature = "mooncake")]
+#[path = "../mooncake/service.rs"]
+mod service;
 mod wrap;

@@ -208,7 +208,7 @@ impl Service<'_> {
     /// Reads objects and checks them while the next call's are copied.
     pub(super) fn get(self, objects: &[Object<'_>], call: &Call) -> Vec<Outcome> {
         let slot = |lane: &Lane, slot: usize, _: &Object<'_>| self.session.slot(lane, slot);
-        let finish = |lane: &Lane, r: Request| r.flag(self.prefer_same_node).int(0).client(lane.client);
+        let finish = |lane: &Lane, r: Request| r.flag(false).int(0).client(lane.client);
         let outcomes = |body: &[u8], objects: &[Object<'_>], headers: &[HeldSpans]| {
             let answers = Reply::of(&wire::GET, body)?.each(objects.len(), Reply::int64)?;
             Ok(answers

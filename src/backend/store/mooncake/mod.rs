@@ -79,7 +79,7 @@ impl MooncakeConfig {
         MooncakeConfig {
             client,
             ipc_name: None,
-            prefer_same_node: true,
+            prefer_same_node: false,
             calls_max: 16,
             connect_wait_max: Duration::from_secs(5),
             ping_every: Duration::from_secs(1),
