@@ -7,6 +7,8 @@ pub mod base;
 #[cfg(feature = "host")]
 pub mod engine;
 pub mod key;
+#[cfg(feature = "sim")]
+pub mod model;
 pub mod pool;
 #[cfg(feature = "sim")]
 pub mod sim;

@@ -105,7 +105,7 @@ impl Namespaces {
     }
 }
 
-fn frame(hasher: &mut Sha256, field: Option<&str>) {
+pub(super) fn frame(hasher: &mut Sha256, field: Option<&str>) {
     match field {
         None => hasher.update([0u8]),
         Some(text) => {

@@ -5,7 +5,7 @@ use super::outcome::{Alloc, Checkpoint, MatchInfo, Refusal};
 use super::request::{HostPart, Request, RequestId};
 use crate::base::{Fence, NamespaceId};
 use crate::key::Key;
-use crate::tree::{InsertOpts, InsertOut};
+use crate::tree::{InsertOpts, InsertOut, TreeError};
 
 impl Core {
     /// Opens a request. It holds nothing until it matches or allocates.
@@ -112,8 +112,17 @@ impl Core {
         if whole == request.shared && request.counted >= whole {
             return Ok(Checkpoint { published_tokens: published as u64, duplicate_pages: 0, refused: None });
         }
-        let duplicate_pages = self.publish(id, &tokens[..whole as usize * page_size], whole)?;
-        Ok(Checkpoint { published_tokens: self.tokens_of(whole), duplicate_pages, refused: None })
+        match self.publish(id, &tokens[..whole as usize * page_size], whole) {
+            Ok(duplicate_pages) => {
+                Ok(Checkpoint { published_tokens: self.tokens_of(whole), duplicate_pages, refused: None })
+            }
+            // Another request loads what this one computed: its pages can only go in when that load has ended.
+            Err(CoreError::Tree(TreeError::LoadInFlight(_))) => {
+                let refused = Some(self.refused(Refusal::LoadPending));
+                Ok(Checkpoint { published_tokens: published as u64, duplicate_pages: 0, refused })
+            }
+            Err(error) => Err(error),
+        }
     }
 
     fn publish(&mut self, id: RequestId, tokens: &[u32], whole: u32) -> Result<u32, CoreError> {

@@ -345,7 +345,7 @@ impl Core {
     }
 
     /// Counts a broken rule; stops a debug, test or `strict` build.
-    pub(super) fn violation(&mut self, what: &'static str) {
+    pub(super) fn violation(&mut self, what: &str) {
         self.stats.violations += 1;
         let broken = crate::base::invariant::violated("core", what.to_owned());
         tracing::error!(%broken, "sapwood: violation");

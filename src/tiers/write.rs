@@ -74,7 +74,8 @@ impl Core {
                 return;
             }
             let mut plan = BackupPlan::default();
-            if self.tree.plan_backup(node, &mut plan).is_err() {
+            // A backed-up node above an un-backed victim is listed too; it leaves by demotion when its child has.
+            if self.tree.plan_backup(node, &mut plan).is_err() || plan.device_pages.is_empty() {
                 continue;
             }
             self.make_host_room(plan.device_pages.len() as u32);
@@ -111,7 +112,7 @@ impl Core {
         if let Err((error, host_pages)) = self.tree.begin_backup(op, plan, host_pages) {
             tracing::error!(%error, "sapwood: a fresh backup plan was refused");
             self.free_host(&host_pages);
-            self.violation("a fresh backup plan was refused");
+            self.violation(&format!("a fresh backup plan was refused: {error}"));
             return false;
         }
         self.backups.ops.insert(op, Backup { pages, copied: false, demote });

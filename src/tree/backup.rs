@@ -137,11 +137,12 @@ impl Tree {
         if self.ops.get(slot).waiting {
             return Err(TreeError::UnknownOp(op));
         }
-        self.tick();
         let mut queue = vec![(slot, ok)];
         let mut next = 0;
         while let Some(&(slot, ok)) = queue.get(next) {
             next += 1;
+            // A tick each, so that no two leaves are equally old.
+            self.tick();
             let verdict = if ok { self.judge_backup(slot) } else { Verdict::Fail };
             let outcome = match verdict {
                 Verdict::Wait(on) => {

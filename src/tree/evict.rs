@@ -1,9 +1,10 @@
 //! Eviction. Every victim is a leaf of its tier, found at the end of a list or the top of a heap: the cost is that of what
 //! is freed, whatever the size of the tree. The last victim is cut to what is still wanted.
 
+use crate::base::containers::Map;
 use crate::base::{NodeId, PageId};
 
-use super::node::{Listed, NIL, Residency};
+use super::node::{Listed, NIL, ROOT, Residency};
 use super::order::facts;
 use super::{DeviceEviction, HostEviction, Tree, TreeError, Unbacked};
 
@@ -12,7 +13,6 @@ impl Tree {
     /// without is deleted together with what hangs below it on the host, or reported, as `unbacked` says. Reported
     /// pages count as found. Appends to `out`. O(nodes freed or reported), times log of the leaves under a heap policy.
     pub fn evict_device(&mut self, want_pages: u32, unbacked: Unbacked, out: &mut DeviceEviction) {
-        self.tick();
         if self.orders.policy.is_list() {
             self.evict_device_by_list(want_pages, unbacked, out);
         } else {
@@ -45,23 +45,36 @@ impl Tree {
 
     fn evict_device_by_heap(&mut self, want_pages: u32, unbacked: Unbacked, out: &mut DeviceEviction) {
         let mut left = want_pages;
+        // Reported nodes, and how many children of a node were reported: with all of them it is next in line.
         let mut aside = Vec::new();
+        let mut reported: Map<u32, u32> = Map::default();
         while left > 0 {
             let Some(at) = self.orders.device_heap.peek() else { break };
             let tail = self.orders.policy.tail_pages(&facts(&self.arena.nodes[at as usize]));
             self.cut_tail(at, left.min(tail));
             let node = &self.arena.nodes[at as usize];
-            left -= node.pages;
-            if node.host == Residency::Present || unbacked == Unbacked::Delete {
+            let (parent, pages) = (node.parent, node.pages);
+            left -= pages;
+            let ready = node.host == Residency::Present || unbacked == Unbacked::Delete;
+            if ready && node.kids_device == 0 {
                 self.evict_one(at, out);
             } else {
                 out.needs_backup.push(self.arena.id(at));
-                out.needs_backup_pages += node.pages;
+                out.needs_backup_pages += pages;
                 self.orders.device_heap.remove(at);
                 aside.push(at);
+                *reported.entry(parent).or_insert(0) += 1;
+            }
+            let up = &self.arena.nodes[parent as usize];
+            let all_reported = up.kids_device > 0 && reported.get(&parent) == Some(&up.kids_device);
+            if all_reported && parent != ROOT && up.locks == 0 {
+                self.orders.device_heap.set(parent, self.orders.policy.key(&facts(up)));
+                aside.push(parent);
             }
         }
+        // Back to what their states say.
         for at in aside {
+            self.orders.device_heap.remove(at);
             self.orders.rekey(&self.arena, at);
         }
     }
@@ -74,8 +87,9 @@ impl Tree {
         }
     }
 
-    /// Demotes or deletes an unlocked device leaf.
+    /// Demotes or deletes an unlocked device leaf. A tick of its own, so that no two leaves are equally old.
     fn evict_one(&mut self, at: u32, out: &mut DeviceEviction) {
+        self.tick();
         let node = &self.arena.nodes[at as usize];
         let pages = node.pages;
         if node.host == Residency::Present {
@@ -106,7 +120,6 @@ impl Tree {
         if self.arena.nodes[at as usize].host != Residency::Present {
             return Err(TreeError::NotBackedUp(node));
         }
-        self.tick();
         self.evict_one(at, out);
         Ok(())
     }
@@ -125,7 +138,6 @@ impl Tree {
         if n.pins > 0 {
             return Err(TreeError::InUse(node));
         }
-        self.tick();
         self.evict_one(at, out);
         Ok(())
     }

@@ -11,13 +11,14 @@ impl Tree {
     /// Puts the whole pages of `key` into the tree. `pages` has one page per whole page of the key, from the root on;
     /// `pages[..owned_from]` are the tree's (a look-up returned them and a lock held them since), the rest are the
     /// caller's and are handed over. Pages that the tree has on the device already come back in `out.returned`, each
-    /// once; `out.canonical` says what the tree holds for `owned_from..`. Nodes that were only on the host, or on their
-    /// way from it, take the caller's pages. The path counts as used. O(tokens + nodes), one allocation at most per list of
+    /// once; `out.canonical` says what the tree holds for `owned_from..`. Nodes that were only on the host take the
+    /// caller's pages. Nodes on their way from the host can not: whoever waits for that load has its pages in a page
+    /// table, so the insert is refused until the load has ended. The path counts as used. O(tokens + nodes), one allocation at most per list of
     /// a new node.
     ///
     /// # Errors
     /// A key this tree cannot hold, a page list of another length, pages below `owned_from` that the tree does not hold
-    /// on the device, or a page that is the tree's own. Nothing is changed and nothing handed over.
+    /// on the device, or a page that is the tree's own, or a load in flight on the path. Nothing is changed and nothing handed over.
     pub fn insert(
         &mut self,
         key: Key<'_>,
@@ -61,6 +62,9 @@ impl Tree {
             let node = &self.arena.nodes[at as usize];
             if node.device == Residency::Absent {
                 break;
+            }
+            if node.device == Residency::Pending {
+                return Err(TreeError::LoadInFlight(self.arena.id(at)));
             }
             let end = node.end().min(walk.pages);
             if node.device == Residency::Present {

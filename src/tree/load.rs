@@ -158,11 +158,12 @@ impl Tree {
         if self.ops.get(slot).waiting {
             return Err(TreeError::UnknownOp(op));
         }
-        self.tick();
         let mut queue = vec![(slot, ok)];
         let mut next = 0;
         while let Some(&(slot, ok)) = queue.get(next) {
             next += 1;
+            // A tick each, so that no two leaves are equally old.
+            self.tick();
             let mine = self.still_loading(slot);
             let verdict = if ok { self.judge_load(&mine) } else { Verdict::Fail };
             if let Verdict::Wait(on) = verdict {

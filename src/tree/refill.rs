@@ -174,6 +174,9 @@ impl Tree {
         };
         let at = self.add_leaf(parent, rest.ns, run);
         self.arena.nodes[at as usize].priority = self.arena.nodes[parent as usize].priority;
+        if self.orders.policy.uses_reach() {
+            self.arena.nodes[at as usize].reach = self.arena.nodes[at as usize].end();
+        }
         self.adopt_host(at, &host_pages[from..])?;
         Ok(at)
     }

@@ -29,11 +29,12 @@ impl Tree {
         let mut report = Report(Vec::new());
         let sound: Vec<u32> =
             self.arena.live().filter(|&at| at == ROOT || self.check_links(at, &mut report)).collect();
+        let mut readable = report.0.is_empty();
         for &at in &sound {
-            self.check_children(at, &mut report);
+            readable &= self.check_children(at, &mut report);
         }
         // What follows reads through links and ranges; it needs them sound.
-        if !report.0.is_empty() {
+        if !readable {
             return report.0;
         }
         for &at in sound.iter().filter(|&&at| at != ROOT) {
@@ -84,14 +85,15 @@ impl Tree {
         report.0.len() == before
     }
 
-    fn check_children(&self, at: u32, report: &mut Report) {
+    /// Child lists and what is counted over them. False if a list cannot be followed.
+    fn check_children(&self, at: u32, report: &mut Report) -> bool {
         let n = self.node(at);
         let (mut kids, mut device, mut host, mut locks, mut pins) = (0, 0, 0, 0, 0);
         let (mut child, mut older) = (n.first_child, NIL);
         while child != NIL {
             if !self.arena.is_live(child) || child == ROOT || kids as usize > self.arena.nodes.len() {
                 report.must(false, "children", format_args!("node {at} lists {child}, or lists in a circle"));
-                return;
+                return false;
             }
             let c = self.node(child);
             report.must(
@@ -123,6 +125,7 @@ impl Tree {
                 n.locks, n.own_locks, n.pins, n.own_pins
             ),
         );
+        true
     }
 
     fn check_state(&self, at: u32, report: &mut Report) {

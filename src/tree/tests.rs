@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::node::Listed;
 use super::*;
 use crate::base::OpId;
 use crate::key::PageHash;
@@ -629,4 +630,60 @@ fn random_histories_stay_sound() {
         };
         random_run(seed, config, 1_500);
     }
+}
+
+/// Breaks one thing at a time and asks `sanity` for the name of the rule.
+#[test]
+fn sanity_names_what_was_broken() {
+    type Break = fn(&mut Tree, usize, usize);
+    let cases: [(&str, Break); 16] = [
+        ("backed-up-parent", |t, up, _| {
+            t.arena.nodes[up].host = Residency::Absent;
+        }),
+        ("device-root-closed", |t, up, _| t.arena.nodes[up].device = Residency::Absent),
+        ("path-counts", |t, _, low| t.arena.nodes[low].locks = 1),
+        ("path-counts", |t, up, _| t.arena.nodes[up].pins = 7),
+        ("child-counters", |t, up, _| t.arena.nodes[up].kids_host = 0),
+        ("depth", |t, _, low| t.arena.nodes[low].depth += 1),
+        ("depth", |t, up, low| t.arena.nodes[up].parent = low as u32),
+        ("children", |t, up, _| t.arena.nodes[up].first_child = up as u32),
+        ("child-table", |t, _, low| t.arena.nodes[low].tag ^= 1),
+        ("range-in-run", |t, _, low| t.arena.nodes[low].pages += 1),
+        ("order-sets", |t, _, low| t.arena.nodes[low].listed = Listed::Host),
+        ("list-links", |t, _, low| t.arena.nodes[low].order.newer = node::NIL),
+        ("counters", |t, _, _| t.stats.host_pages += 1),
+        ("op-marks", |t, _, low| t.arena.nodes[low].op = 3),
+        ("one-owner", |t, up, low| {
+            let page = t.arena.runs[t.arena.nodes[up].run as usize].device[0];
+            let n = t.arena.nodes[low].clone();
+            t.arena.runs[n.run as usize].device[n.from as usize] = page;
+        }),
+        ("reachable", |t, _, low| {
+            let n = t.arena.nodes[low].clone();
+            t.arena.runs[n.run as usize].tokens[n.from as usize * 2] ^= 1 << 20;
+        }),
+    ];
+    for (rule, break_it) in cases {
+        let mut rig = Rig::new(config(2), 16, 16);
+        let low = rig.insert(key(&row("abcd"))).unwrap().node;
+        rig.insert(key(&row("wxyz"))).unwrap();
+        rig.backup(low);
+        let up = rig.tree.match_prefix(key(&row("ab")), &mut Vec::new()).node;
+        rig.check();
+        break_it(&mut rig.tree, up.index as usize, low.index as usize);
+        let found = rig.tree.sanity();
+        assert!(found.iter().any(|v| v.rule == rule), "{rule} expected, found {found:?}");
+        // A broken tree can still be shown.
+        assert!(rig.tree.dump_text().starts_with("root\n") && rig.tree.dump_dot().ends_with("}\n"));
+    }
+}
+
+#[test]
+fn dumps_show_tiers_holds_and_operations() {
+    let mut rig = Rig::new(config(2), 16, 16);
+    let node = rig.insert(key(&row("abc"))).unwrap().node;
+    rig.begin_backup(node).unwrap();
+    let text = rig.tree.dump_text();
+    assert_eq!(text, "root\n  1.0 Dh 3p [97 1 98 1 ..] locks 1 hits 1 op1\n");
+    assert!(rig.tree.dump_dot().contains("n0 -> n1;"));
 }

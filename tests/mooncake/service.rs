@@ -47,6 +47,16 @@ fn listens(port: u16, child: &mut Child) -> bool {
     false
 }
 
+/// Whether it is a real client that listens there, and not somebody who was given the same port.
+fn answers(port: u16) -> bool {
+    use std::io::{Read as _, Write as _};
+    const READY: [u8; 20] = [0x15, 0, 0, 0, 0, 0, 0, 0, 0xc8, 0xf9, 0x33, 0xe8, 0, 0, 0, 0, 0, 0, 0, 0];
+    let Ok(mut stream) = TcpStream::connect((Ipv4Addr::LOCALHOST, port)) else { return false };
+    let mut reply = [0; 16];
+    stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    stream.write_all(&READY).is_ok() && stream.read_exact(&mut reply).is_ok() && reply[..3] == [0x15, 0, 0]
+}
+
 fn stop(child: &mut Child) {
     // Not SIGTERM: nothing of it is needed afterwards, and a test must not wait for its manners.
     let _ = child.kill();
@@ -107,7 +117,7 @@ impl Service {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        let up = listens(self.client_port, &mut client);
+        let up = listens(self.client_port, &mut client) && answers(self.client_port);
         self.client = Some(client);
         up
     }

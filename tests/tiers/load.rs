@@ -237,6 +237,31 @@ fn a_checkpoint_waits_for_the_load_it_rests_on() {
     rig.assert_quiet();
 }
 
+/// A request computes what another is loading, and publishes first. The load's pages stand in the page table of the one
+/// that waits, so they can not be replaced under it: the publication is put off until the load has ended.
+#[test]
+fn an_insert_does_not_overtake_a_load() {
+    let mut rig = on_host(12, 8, WT1, &["AB"]);
+    let waiting = rig.request();
+    rig.match_prefix(waiting, &t("AB")).unwrap();
+    let computing = rig.request();
+    rig.match_prefix(computing, &[]).unwrap();
+    rig.alloc(computing, 3).unwrap();
+    rig.compute(computing, &t("ABC"), NamespaceId::DEFAULT);
+    rig.load_back(waiting).unwrap();
+    let put_off = rig.checkpoint(computing, &t("ABC")).unwrap();
+    assert_eq!((put_off.published_tokens, put_off.refused), (0, Some(Refusal::LoadPending)));
+    rig.drain();
+    rig.verify(waiting, &t("AB"));
+    let published = rig.checkpoint(computing, &t("ABC")).unwrap();
+    assert_eq!((published.published_tokens, published.duplicate_pages), (12, 2));
+    for id in [waiting, computing] {
+        rig.abort(id).unwrap();
+    }
+    rig.drain();
+    rig.assert_quiet();
+}
+
 /// trt#8830 (B26): with one page on each side, loading A while B is the next victim must never hand out B's bytes.
 /// All sizes from 1 to 3 on both sides, all orders of use, both write policies.
 #[test]
