@@ -11,6 +11,7 @@ pub mod core;
 mod load;
 pub mod outcome;
 mod prefetch;
+pub mod registration;
 mod request;
 mod room;
 pub mod stats;
@@ -25,5 +26,6 @@ pub use outcome::{
     Alloc, Checkpoint, LoadBack, LoadState, MatchInfo, PageCounts, Prefetch, PrefetchEnd, PrefetchState,
     Refusal,
 };
+pub use registration::{Registration, RegistrationPolicy, RegistrationState};
 pub use request::RequestId;
 pub use stats::Stats;
