@@ -17,6 +17,7 @@ use crate::backend::identity::{
 };
 use crate::backend::region::Sharing;
 use crate::backend::store::{ArenaNeed, Store};
+use crate::base::{PageId, Tier};
 use crate::pool::{Capacities, Capacity, Geometry, Plane, PlaneKind, PoolKind};
 use crate::tiers::{
     ConfigError, Core, CoreConfig, PrefetchConfig, RegistrationPolicy, StoreConfig, WritePolicy,
@@ -133,6 +134,15 @@ pub enum BuildError {
     Thread(std::io::Error),
 }
 
+/// Called for every page that a pool takes back.
+pub(super) struct Scrub(pub(super) Box<dyn FnMut(Tier, PageId) + Send>);
+
+impl fmt::Debug for Scrub {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Scrub")
+    }
+}
+
 /// Collects what a [`PrefixCache`] is made of. Only a device is required.
 #[must_use]
 pub struct Builder {
@@ -154,6 +164,7 @@ pub struct Builder {
     draft: Option<DraftPlan>,
     registration: RegistrationPolicy,
     votes: Box<dyn RankVotes>,
+    scrub: Option<Scrub>,
 }
 
 impl fmt::Debug for Builder {
@@ -184,6 +195,7 @@ impl Builder {
             draft: None,
             registration: RegistrationPolicy::default(),
             votes: Box::new(AloneVotes),
+            scrub: None,
         }
     }
 
@@ -290,6 +302,13 @@ impl Builder {
         self
     }
 
+    /// Called with every page of device and host that goes back to its pool, before anything can be written to it
+    /// again: the place to erase or poison. Runs on the scheduler's thread.
+    pub fn on_free(mut self, scrub: impl FnMut(Tier, PageId) + Send + 'static) -> Self {
+        self.scrub = Some(Scrub(Box::new(scrub)));
+        self
+    }
+
     /// Checks everything, takes memory, starts the threads.
     pub fn build(mut self) -> Result<PrefixCache, BuildError> {
         let mut device = self.device.take().ok_or(BuildError::NoDevice)?;
@@ -329,7 +348,7 @@ impl Builder {
         let layers = self.geometry.model_layers();
         let store = (lane, lane_config, self.votes);
         let executor = Executor::new(device, store, page_bytes, layers, self.delivery, heard);
-        Ok(PrefixCache::assemble(self.geometry, arena, core, executor))
+        Ok(PrefixCache::assemble(self.geometry, arena, core, executor, self.scrub))
     }
 
     fn core_config(&self, present: u32) -> Result<CoreConfig, BuildError> {

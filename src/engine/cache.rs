@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 
-use super::builder::Builder;
+use super::builder::{Builder, Scrub};
 use super::executor::{BytesMoved, Executor};
 use super::registration::RegistrationError;
 use super::report::StoreReport;
@@ -66,6 +66,7 @@ pub struct PrefixCache {
     executor: Executor,
     dropped: Receiver<RequestId>,
     drops: Sender<RequestId>,
+    scrub: Option<Scrub>,
     now: Time,
 }
 
@@ -78,11 +79,15 @@ impl PrefixCache {
     pub(super) fn assemble(
         geometry: Arc<Geometry>,
         arena: Arc<HostArena>,
-        core: Core,
+        mut core: Core,
         executor: Executor,
+        scrub: Option<Scrub>,
     ) -> Self {
+        if scrub.is_some() {
+            core.note_freed();
+        }
         let (drops, dropped) = unbounded();
-        PrefixCache { geometry, arena, core, executor, dropped, drops, now: Time::ZERO }
+        PrefixCache { geometry, arena, core, executor, dropped, drops, scrub, now: Time::ZERO }
     }
 
     /// Interns a namespace. Equal fields give equal ids.
@@ -251,6 +256,11 @@ impl PrefixCache {
     }
 
     fn run_actions(&mut self, now: Time) {
+        if let Some(scrub) = &mut self.scrub {
+            for (tier, page) in self.core.take_freed() {
+                scrub.0(tier, page);
+            }
+        }
         while self.core.has_actions() {
             for action in self.core.take_actions() {
                 self.executor.start(action, now);

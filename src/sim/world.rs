@@ -99,6 +99,7 @@ impl World {
     #[must_use]
     pub fn new(seed: u64, ranks: u32, config: CoreConfig, weather: Weather) -> World {
         let mut ranks: Vec<Rig> = (0..ranks.max(1)).map(|_| Rig::new(config)).collect();
+        ranks[0].core.start_log();
         let mut namespaces = vec![NamespaceId::DEFAULT];
         for rig in &mut ranks {
             namespaces.truncate(1);
@@ -129,6 +130,11 @@ impl World {
             self.step();
         }
         self.settle_down();
+        let log = self.ranks[0].core.log().expect("rank 0 records");
+        let text = log.to_string();
+        assert_eq!(text.parse().as_ref(), Ok(&log), "the log survives its text");
+        let again = log.replay(false).expect("the log of a healthy core is healthy");
+        assert_eq!(again.digest(), self.ranks[0].core.digest(), "the log tells the whole story");
         std::mem::forget(guard);
         let stats = self.ranks[0].core.stats();
         Report {

@@ -1,6 +1,7 @@
 //! The calls a scheduler makes for a request, from match to finish.
 
 use super::core::{Core, CoreError};
+use super::oplog::Op;
 use super::outcome::{Alloc, Checkpoint, MatchInfo, Refusal};
 use super::request::{HostPart, Request, RequestId};
 use crate::base::{Fence, NamespaceId};
@@ -10,6 +11,7 @@ use crate::tree::{InsertOpts, InsertOut, TreeError};
 impl Core {
     /// Opens a request. It holds nothing until it matches or allocates.
     pub fn request(&mut self, namespace: NamespaceId) -> RequestId {
+        self.record(|| Op::Request(namespace));
         RequestId(self.requests.insert(Request::new(namespace)))
     }
 
@@ -34,6 +36,7 @@ impl Core {
     /// matches again gives up what it held before; it must not own pages, unless a load failed under it: those are
     /// then given back. O(tokens).
     pub fn match_prefix(&mut self, id: RequestId, tokens: &[u32]) -> Result<MatchInfo, CoreError> {
+        self.record(|| Op::Match(id, tokens.to_vec()));
         let request = self.request_ref(id)?;
         let own_pages = request.own().len() as u32;
         if own_pages > 0 && !request.load_failed {
@@ -62,6 +65,7 @@ impl Core {
     /// Appends `pages` fresh pages to the request's table, evicting if need be. All or nothing; never waits. On a
     /// refusal with pages coming, try again after the next event. O(pages granted + pages evicted x log nodes).
     pub fn alloc(&mut self, id: RequestId, pages: u32) -> Result<Alloc, CoreError> {
+        self.record(|| Op::Alloc(id, pages));
         self.request_ref(id)?;
         if !self.make_device_room(pages) {
             self.refused(Refusal::NoDevicePages);
@@ -84,6 +88,16 @@ impl Core {
     /// request's lock to their end. Pages that the tree had already go back to the pool; the table then names the
     /// tree's. `tokens` are all tokens of the request from its first. O(tokens).
     pub fn checkpoint(
+        &mut self,
+        id: RequestId,
+        tokens: &[u32],
+        last_use: Fence,
+    ) -> Result<Checkpoint, CoreError> {
+        self.record(|| Op::Checkpoint(id, tokens.to_vec(), last_use));
+        self.checkpoint_inner(id, tokens, last_use)
+    }
+
+    fn checkpoint_inner(
         &mut self,
         id: RequestId,
         tokens: &[u32],
@@ -155,14 +169,20 @@ impl Core {
         tokens: &[u32],
         last_use: Fence,
     ) -> Result<Checkpoint, CoreError> {
-        let published = self.checkpoint(id, tokens, last_use)?;
-        self.abort(id, last_use)?;
+        self.record(|| Op::Finish(id, tokens.to_vec(), last_use));
+        let published = self.checkpoint_inner(id, tokens, last_use)?;
+        self.close(id, last_use)?;
         Ok(published)
     }
 
     /// Lets go of everything without publishing, and closes the request. Loads and prefetches in flight end on
     /// their own; their pages are theirs.
     pub fn abort(&mut self, id: RequestId, last_use: Fence) -> Result<(), CoreError> {
+        self.record(|| Op::Abort(id, last_use));
+        self.close(id, last_use)
+    }
+
+    fn close(&mut self, id: RequestId, last_use: Fence) -> Result<(), CoreError> {
         self.fence = self.fence.and(last_use);
         self.request_ref(id)?;
         self.release_holdings(id)?;

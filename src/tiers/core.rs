@@ -9,6 +9,7 @@
 
 use super::action::{Action, Event};
 use super::config::{ConfigError, CoreConfig};
+use super::oplog::{Op, OpLog};
 use super::outcome::{PageCounts, Refusal};
 use super::request::{Request, RequestId};
 use super::stats::Stats;
@@ -77,8 +78,12 @@ pub struct Core {
     pub(super) stats: Stats,
     pub(super) digest: Digest,
     pub(super) now: Time,
+    /// Inputs since the core was made, if they are recorded.
+    log: Option<Vec<Op>>,
     /// Latest use by compute that the embedder told of; copies issued from now on come after it.
     pub(super) fence: Fence,
+    /// Pages freed since the last look, for an embedder that scrubs them.
+    freed: Option<Vec<(Tier, PageId)>>,
     next_op: u64,
 }
 
@@ -109,17 +114,38 @@ impl Core {
             digest: Digest::default(),
             now: Time::ZERO,
             fence: Fence::SETTLED,
+            freed: None,
+            log: None,
             next_op: 0,
         })
     }
 
+    /// Records every input from now on. Call it on a fresh core, or the log can not be replayed.
+    pub fn start_log(&mut self) {
+        self.log = Some(Vec::new());
+    }
+
+    /// The inputs recorded since [`start_log`](Core::start_log), with the configuration; recording goes on.
+    #[must_use]
+    pub fn log(&self) -> Option<OpLog> {
+        self.log.as_ref().map(|ops| OpLog { config: self.config, ops: ops.clone() })
+    }
+
+    pub(super) fn record(&mut self, op: impl FnOnce() -> Op) {
+        if let Some(log) = &mut self.log {
+            log.push(op());
+        }
+    }
+
     /// Interns a namespace. Equal fields give equal ids.
     pub fn namespace(&mut self, namespace: &Namespace) -> Result<NamespaceId, NamespaceError> {
+        self.record(|| Op::Namespace(namespace.clone()));
         self.tree.intern(namespace)
     }
 
     /// Tells the time and does what has become due: store writes that wait for a retry.
     pub fn tick(&mut self, now: Time) {
+        self.record(|| Op::Tick(now));
         self.now = self.now.max(now);
         self.pump_storage();
     }
@@ -132,6 +158,7 @@ impl Core {
 
     /// Takes in one event. Events of operations that do not exist (late, doubled) are counted and ignored.
     pub fn handle(&mut self, event: Event) {
+        self.record(|| Op::Event(event.clone()));
         match event {
             Event::Copied { op, ok } => self.copied(op, ok),
             Event::LayerCopied { op, layers } => self.layer_copied(op, layers),
@@ -161,6 +188,17 @@ impl Core {
     #[must_use]
     pub fn has_actions(&self) -> bool {
         !self.actions.is_empty()
+    }
+
+    /// From now on every freed page is noted for [`take_freed`](Core::take_freed).
+    pub fn note_freed(&mut self) {
+        self.freed.get_or_insert_default();
+    }
+
+    /// Pages freed since the last call, in order. Take them before the actions: a page may have a new owner, but
+    /// nothing has been written to it, and no action that names it has started.
+    pub fn take_freed(&mut self) -> Vec<(Tier, PageId)> {
+        self.freed.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Counters so far.
@@ -329,6 +367,9 @@ impl Core {
         for &page in pages {
             self.digest.mix(u64::from(page.0));
         }
+        if let Some(freed) = &mut self.freed {
+            freed.extend(pages.iter().map(|&page| (Tier::Device, page)));
+        }
         if self.device.free(pages).is_err() {
             self.violation("device pages freed twice");
         }
@@ -338,6 +379,9 @@ impl Core {
     pub(super) fn free_host(&mut self, pages: &[PageId]) {
         for &page in pages {
             self.digest.mix(u64::from(page.0) | 1 << 32);
+        }
+        if let Some(freed) = &mut self.freed {
+            freed.extend(pages.iter().map(|&page| (Tier::Host, page)));
         }
         if self.host.free(pages).is_err() {
             self.violation("host pages freed twice");

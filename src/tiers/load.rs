@@ -4,6 +4,7 @@ use smallvec::SmallVec;
 
 use super::action::{Action, PagePair};
 use super::core::{Core, CoreError};
+use super::oplog::Op;
 use super::outcome::{LoadBack, LoadState, Refusal};
 use super::request::RequestId;
 use crate::base::containers::Map;
@@ -44,6 +45,7 @@ impl Core {
     /// the request's table at once; [`load_state`](Core::load_state) says which layers may be read. Pages that an
     /// earlier load already brings are shared with it. May evict. O(pages + nodes of the host part).
     pub fn load_back(&mut self, id: RequestId) -> Result<LoadBack, CoreError> {
+        self.record(|| Op::LoadBack(id));
         let request = self.request_ref(id)?;
         if request.load_failed {
             return Err(CoreError::LoadFailed);

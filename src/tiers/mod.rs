@@ -9,6 +9,7 @@ mod calls;
 pub mod config;
 pub mod core;
 mod load;
+pub mod oplog;
 pub mod outcome;
 mod prefetch;
 pub mod registration;
@@ -22,6 +23,7 @@ pub use self::core::{Core, CoreError};
 pub use action::{Action, EndKey, Event, PageOutcome, PagePair, StoreItem};
 pub use agree::{AgreeError, Agreement, Solo, Votes};
 pub use config::{ConfigError, CoreConfig, PrefetchConfig, PrefetchPolicy, StoreConfig, WritePolicy};
+pub use oplog::{Op, OpLog, OpLogError};
 pub use outcome::{
     Alloc, Checkpoint, LoadBack, LoadState, MatchInfo, PageCounts, Prefetch, PrefetchEnd, PrefetchState,
     Refusal,

@@ -12,6 +12,7 @@
 use super::action::{Action, PageOutcome, StoreItem};
 use super::config::PrefetchPolicy;
 use super::core::{Core, CoreError};
+use super::oplog::Op;
 use super::outcome::{Prefetch, PrefetchEnd, PrefetchState, Refusal};
 use super::request::RequestId;
 use crate::base::containers::Map;
@@ -94,6 +95,7 @@ impl Core {
     /// Looks for more of `tokens` in the store than device and host hold, and brings it to the host. The request
     /// may match, run and finish meanwhile. Hashes the span looked up: O(tokens).
     pub fn prefetch(&mut self, id: RequestId, tokens: &[u32]) -> Result<Prefetch, CoreError> {
+        self.record(|| Op::Prefetch(id, tokens.to_vec()));
         let request = self.request_ref(id)?;
         let (namespace, running) = (request.namespace, request.prefetch.is_some());
         if self.config.store.is_none() {
@@ -146,6 +148,7 @@ impl Core {
     /// Whether the request may go on, by the policy; ends a prefetch that has used up its time. O(1) while it
     /// waits.
     pub fn poll_prefetch(&mut self, id: RequestId) -> Result<PrefetchState, CoreError> {
+        self.record(|| Op::PollPrefetch(id));
         let request = self.request_ref(id)?;
         if let Some(end) = request.prefetch_end {
             return Ok(PrefetchState::Ended(end));
