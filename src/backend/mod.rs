@@ -6,6 +6,8 @@ pub mod device;
 pub mod host;
 pub mod identity;
 #[cfg(feature = "host")]
+pub mod probe;
+#[cfg(feature = "host")]
 pub mod region;
 #[cfg(feature = "host")]
 pub mod store;

@@ -1,4 +1,5 @@
-//! Floor 1: page numbers. Who hands them out, how runs of them are written down, how large a page is. No bytes here.
+//! Floor 1: page numbers. Who hands them out, how runs of them are written down, how large a page is and how its bytes
+//! are ordered. No bytes here.
 
 mod extents;
 pub mod geometry;

@@ -9,12 +9,21 @@
 //! reads, is an error until that one has completed. Nothing orders a copy and the model's compute but the
 //! [`Fence`], which is therefore an argument.
 
+#[cfg(feature = "cpu-kernels")]
+pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+pub mod driver;
 mod job;
+pub mod kernels;
+pub mod plan;
 mod soft;
+mod stream;
 mod transfer;
 
 pub use job::{CopyJob, CopyPart, Direction, JobError};
 pub use soft::{Mode, SoftDevice, SoftFault, SoftOptions, Step};
+pub use stream::{DevicePlane, StreamDevice};
 pub use transfer::{Completion, CopyFault, Outcome, Parked, Transfer, TransferId, TransferState};
 
 use std::sync::Arc;
@@ -75,12 +84,19 @@ pub enum DeviceError {
     /// The memory of the device or of the arena could not be had.
     #[error(transparent)]
     Memory(#[from] crate::backend::host::MemoryError),
+    /// The transfer failed; its completion says how.
+    #[error("the transfer failed")]
+    TransferFailed,
     /// A worker thread could not be started.
     #[error("cannot start a worker thread: {source}")]
     Thread {
         /// What the system said.
         source: std::io::Error,
     },
+    /// There is no CUDA device to be had.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(cuda::CudaError),
     /// The driver failed; the device takes no more work.
     #[error("driver call {call} failed with code {code}")]
     Driver {

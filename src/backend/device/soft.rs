@@ -238,7 +238,8 @@ impl SoftDevice {
         &self.owner.shared.memory
     }
 
-    /// Writes rows as the model would: see [`HostArena::write_rows`].
+    /// Writes rows as the model would: see [`HostArena::write_rows`]. Work whose fence has not passed may
+    /// also write pages of copies that wait for that fence.
     pub fn write_rows(
         &self,
         plane: PlaneId,
@@ -247,10 +248,10 @@ impl SoftDevice {
         first_token: u32,
         bytes: &[u8],
     ) -> Result<(), MemoryError> {
-        self.memory().write_rows(plane, page, layer, first_token, bytes)
+        self.ahead_of_copies(page, || self.memory().write_rows(plane, page, layer, first_token, bytes))
     }
 
-    /// Reads rows as the model would: see [`HostArena::read_rows`].
+    /// Reads rows as the model would: see [`HostArena::read_rows`] and [`SoftDevice::write_rows`].
     pub fn read_rows(
         &self,
         plane: PlaneId,
@@ -259,7 +260,30 @@ impl SoftDevice {
         first_token: u32,
         out: &mut [u8],
     ) -> Result<(), MemoryError> {
-        self.memory().read_rows(plane, page, layer, first_token, out)
+        self.ahead_of_copies(page, || self.memory().read_rows(plane, page, layer, first_token, out))
+    }
+
+    /// Runs an access; if copies that wait for their fence hold the page, runs it ahead of them. Their claims
+    /// are lifted under the lock without which none of them can start.
+    fn ahead_of_copies(
+        &self,
+        page: PageId,
+        mut access: impl FnMut() -> Result<(), MemoryError>,
+    ) -> Result<(), MemoryError> {
+        let first = access();
+        let Err(MemoryError::Busy { pool, .. }) = first else { return first };
+        let s = self.lock();
+        let waiting = s.queues.iter().flatten().filter(|r| !s.reached(r.fence));
+        let lifted: Vec<Access> = waiting.flat_map(|r| r.record.device_claims(pool, page)).collect();
+        lifted.iter().for_each(|&claim| self.memory().give(pool, &[page], claim));
+        let result = access();
+        for claim in lifted {
+            // Only another access to these rows can be in the way, and that one ends.
+            while self.memory().take(pool, &[page], claim).is_err() {
+                std::hint::spin_loop();
+            }
+        }
+        result
     }
 
     /// Fills a page with [`POISON_BYTE`](crate::backend::host::POISON_BYTE).
@@ -611,7 +635,7 @@ impl Device for SoftDevice {
         }
         let mut s = shared.lock();
         let model_layers = shared.memory.geometry().model_layers();
-        while let Some((record, outcome)) = s.ended.pop_front() {
+        while let Some((mut record, outcome)) = s.ended.pop_front() {
             s.in_flight[record.direction.index()] -= 1;
             // An end that is not proved keeps its claims: the memory refuses those pages from now on.
             if !matches!(outcome, Outcome::Failed(CopyFault { quiescent: false, .. })) {
@@ -665,4 +689,52 @@ fn next_fault(faults: &mut Vec<SoftFault>) -> Option<(u32, CopyFault)> {
         fault.skip_jobs = fault.skip_jobs.saturating_sub(1);
     }
     due.map(|i| faults.remove(i)).map(|f| (f.after_units, f.fault))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::job::CopyPart;
+    use super::*;
+    use crate::base::OpId;
+    use crate::pool::{Capacity, Plane};
+
+    #[test]
+    fn compute_touches_pages_of_copies_behind_it_and_of_no_others() {
+        let geometry = Arc::new(Geometry::builder(2).plane(Plane::target(1, 4)).build().unwrap());
+        let capacities = Capacities::full(Capacity::Pages(4));
+        let device = SoftDevice::manual(Arc::clone(&geometry), capacities).unwrap();
+        let host = Arc::new(HostArena::new(geometry, capacities).unwrap());
+        let mut owner: Box<dyn Device> = Box::new(device.clone());
+        owner.attach_host(Arc::clone(&host)).unwrap();
+        let write = |page: u32, byte: u8| device.write_rows(PlaneId(0), PageId(page), 0, 0, &[byte; 16]);
+        let mut submit = |op, direction, src: u32, dst: u32, after| {
+            let (src, dst) = ([PageId(src)], [PageId(dst)]);
+            let parts = [CopyPart::full(&src, &dst)];
+            let job = CopyJob { op: OpId(op), direction, parts: &parts, by_layer: false };
+            assert!(matches!(owner.submit(&job, after), Ok(Submit::Started(_))));
+        };
+        host.write(PlaneId(0), PageId(2), 0, &[9; 16]).unwrap();
+        let work = device.compute_begin();
+        submit(1, Direction::DeviceToHost, 0, 1, work);
+        submit(2, Direction::HostToDevice, 2, 3, work);
+        // A backup reads what the work writes although the backup was asked for first; a load is not overwritten.
+        write(0, 7).unwrap();
+        write(3, 7).unwrap();
+        let mut seen = [0; 16];
+        device.read_rows(PlaneId(0), PageId(3), 0, 0, &mut seen).unwrap();
+        assert_eq!(seen, [7; 16]);
+        device.compute_end(work);
+        // From here on the copies may run, so their pages are theirs.
+        assert!(matches!(write(0, 8), Err(MemoryError::Busy { .. })));
+        assert!(matches!(write(3, 8), Err(MemoryError::Busy { .. })));
+        device.finish_all();
+        let mut ended = Vec::new();
+        owner.poll(&mut ended).unwrap();
+        assert_eq!(ended.len(), 2);
+        host.read(PlaneId(0), PageId(1), 0, &mut seen).unwrap();
+        assert_eq!(seen, [7; 16]);
+        device.read_rows(PlaneId(0), PageId(3), 0, 0, &mut seen).unwrap();
+        assert_eq!(seen, [9; 16]);
+        write(0, 8).unwrap();
+    }
 }

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 
 use super::job::{CopyJob, Direction};
-use crate::base::{OpId, PageId};
+use crate::backend::host::Access;
+use crate::base::{OpId, PageId, Tier};
 use crate::pool::PoolKind;
 
 /// A transfer of one device. Never reused.
@@ -67,7 +68,7 @@ pub struct Completion {
     pub parked: Option<Box<Parked>>,
 }
 
-const PENDING: u8 = 0;
+// 0 is pending, the default.
 const DONE: u8 = 1;
 const FAILED: u8 = 2;
 
@@ -159,8 +160,18 @@ pub(crate) struct Record {
 impl Record {
     pub(crate) fn new(id: TransferId, job: &CopyJob<'_>, bytes: u64) -> Record {
         let parts = job.parts.iter().map(|p| (p.pool, p.src.to_vec(), p.dst.to_vec())).collect();
-        let cell = Arc::new(Cell { state: AtomicU8::new(PENDING), ..Cell::default() });
+        let cell = Arc::<Cell>::default();
         Record { id, op: job.op, direction: job.direction, bytes, pages: Parked { parts }, cell }
+    }
+
+    /// The claims of the transfer on a page in device memory.
+    pub(crate) fn device_claims(&self, pool: PoolKind, page: PageId) -> impl Iterator<Item = Access> {
+        let reads = self.direction.source() == Tier::Device;
+        let writes = self.direction.destination() == Tier::Device;
+        self.pages.parts.iter().filter(move |part| part.0 == pool).flat_map(move |(_, src, dst)| {
+            let of = |on: bool, list: &[PageId], access| (on && list.contains(&page)).then_some(access);
+            [of(reads, src, Access::Shared), of(writes, dst, Access::Exclusive)].into_iter().flatten()
+        })
     }
 
     /// The handle for the caller. Once per record.
@@ -168,10 +179,32 @@ impl Record {
         Transfer::new(self.id, Arc::clone(&self.cell))
     }
 
-    /// Ends the transfer and makes the report.
-    pub(crate) fn complete(self, outcome: Outcome, model_layers: u32) -> Completion {
+    /// Whether nobody holds the handle any more, so that the record can be used again.
+    pub(crate) fn is_free(&mut self) -> bool {
+        Arc::get_mut(&mut self.cell).is_some()
+    }
+
+    /// Makes the record that of another job, keeping its buffers. Only when it [is free](Self::is_free).
+    pub(crate) fn reuse(&mut self, id: TransferId, job: &CopyJob<'_>, bytes: u64) {
+        (self.id, self.op, self.direction, self.bytes) = (id, job.op, job.direction, bytes);
+        match Arc::get_mut(&mut self.cell) {
+            Some(cell) => *cell = Cell::default(),
+            None => self.cell = Arc::default(),
+        }
+        self.pages.parts.resize_with(job.parts.len(), || (PoolKind::Full, Vec::new(), Vec::new()));
+        for ((pool, src, dst), part) in self.pages.parts.iter_mut().zip(job.parts) {
+            *pool = part.pool;
+            src.clear();
+            src.extend_from_slice(part.src);
+            dst.clear();
+            dst.extend_from_slice(part.dst);
+        }
+    }
+
+    /// Ends the transfer and makes the report. The pages move into it if the handle was dropped.
+    pub(crate) fn complete(&mut self, outcome: Outcome, model_layers: u32) -> Completion {
         self.cell.end(outcome, model_layers);
-        let parked = self.cell.dropped().then(|| Box::new(self.pages));
+        let parked = self.cell.dropped().then(|| Box::new(std::mem::take(&mut self.pages)));
         Completion {
             transfer: self.id,
             op: self.op,

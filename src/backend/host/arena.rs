@@ -72,6 +72,9 @@ pub enum MemoryError {
         /// The plane.
         plane: PlaneId,
     },
+    /// The two arenas of a copy have different geometries.
+    #[error("the arenas have different geometries")]
+    OtherGeometry,
     /// The pages do not fit an address space.
     #[error("{pages} pages of {page_bytes} bytes are more than can be addressed")]
     TooLarge {

@@ -1,156 +1,27 @@
 //! What every device owes its owner, asked of every device there is.
 #![cfg(feature = "host")]
 #![expect(clippy::unwrap_used, reason = "a failed step of a test is a failed test")]
+#![expect(unsafe_code, reason = "a driver made for tests moves memory by address")]
+
+mod fake;
+mod rig;
+mod streams;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use sapwood::backend::device::{
-    Completion, CopyFault, CopyJob, CopyPart, Device, DeviceError, Direction, JobError, Mode, Outcome,
-    Refusal, SoftDevice, SoftFault, SoftOptions, Step, Submit, Transfer, TransferState,
+    CopyFault, CopyJob, CopyPart, Device, DeviceError, Direction, JobError, Mode, Outcome, Refusal,
+    SoftDevice, SoftFault, SoftOptions, Step, Submit, Transfer, TransferState,
 };
 use sapwood::backend::host::{HostArena, MemoryError, Order};
 use sapwood::base::{Fence, OpId, PageId, Tier};
-use sapwood::pool::{Capacities, Capacity, Geometry, Plane, PlaneId, PlaneSet, PoolKind};
+use sapwood::pool::{Geometry, Plane, PlaneId, PlaneSet, PoolKind};
 
-const DEVICE_PAGES: u32 = 24;
-const HOST_PAGES: u32 = 40;
-
-fn geometry() -> Arc<Geometry> {
-    let g = Geometry::builder(4)
-        .plane(Plane::target(3, 48))
-        .plane(Plane::draft(1, 16).on_model_layers([2]))
-        .plane(Plane::latent(2, 33).in_pool(PoolKind::Window).on_model_layers([0, 3]))
-        .plane(Plane::state(2, 1000).on_model_layers([1, 3]));
-    Arc::new(g.build().unwrap())
-}
-
-fn capacities(n: u32) -> Capacities {
-    let n = Capacity::Pages(n);
-    Capacities { full: n, window: n, state: n }
-}
-
-/// Splitmix64: the tests print their seed and take one from the environment.
-struct Random(u64);
-
-impl Random {
-    fn new(default: u64) -> Random {
-        let given = std::env::var("SAPWOOD_SEED").ok().and_then(|s| s.parse().ok());
-        let seed = given.unwrap_or(default);
-        eprintln!("SAPWOOD_SEED={seed}");
-        Random(seed)
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-}
-
-struct Rig {
-    name: String,
-    geometry: Arc<Geometry>,
-    device: SoftDevice,
-    arena: Arc<HostArena>,
-    next_op: u64,
-}
-
-fn rigs() -> Vec<Rig> {
-    let mut rigs = Vec::new();
-    for mode in [Mode::Manual, Mode::Threaded, Mode::Inline] {
-        for order in [Order::PageFirst, Order::LayerFirst] {
-            let options = SoftOptions { order, queue_limit: 4, ..SoftOptions::new(mode) };
-            rigs.push(Rig::soft(options));
-        }
-    }
-    rigs
-}
-
-impl Rig {
-    fn soft(options: SoftOptions) -> Rig {
-        let geometry = geometry();
-        let mut device = SoftDevice::new(Arc::clone(&geometry), capacities(DEVICE_PAGES), options).unwrap();
-        let arena = Arc::new(HostArena::new(Arc::clone(&geometry), capacities(HOST_PAGES)).unwrap());
-        device.attach_host(Arc::clone(&arena)).unwrap();
-        Rig { name: format!("{options:?}"), geometry, device, arena, next_op: 1 }
-    }
-
-    fn memory(&self, tier: Tier) -> &HostArena {
-        match tier {
-            Tier::Device => self.device.memory(),
-            _ => &self.arena,
-        }
-    }
-
-    /// Fills all planes of a page with bytes of (stamp, plane, offset).
-    fn stamp(&self, tier: Tier, pool: PoolKind, page: u32, stamp: u64) {
-        for (id, plane) in self.geometry.planes_of(pool, PlaneSet::ALL) {
-            let bytes = stamped(stamp, id, plane.page_bytes());
-            self.memory(tier).write(id, PageId(page), 0, &bytes).unwrap();
-        }
-    }
-
-    fn assert_stamp(&self, tier: Tier, pool: PoolKind, page: u32, stamp: u64) {
-        for (id, plane) in self.geometry.planes_of(pool, PlaneSet::ALL) {
-            let mut got = vec![0; plane.page_bytes() as usize];
-            self.memory(tier).read(id, PageId(page), 0, &mut got).unwrap();
-            let want = stamped(stamp, id, plane.page_bytes());
-            assert!(got == want, "{}: {tier:?} {pool:?} page {page} plane {id:?}", self.name);
-        }
-    }
-
-    fn try_submit(
-        &mut self,
-        direction: Direction,
-        parts: &[CopyPart<'_>],
-        by_layer: bool,
-        after: Fence,
-    ) -> Result<Submit, DeviceError> {
-        let op = OpId(self.next_op);
-        self.next_op += 1;
-        self.device.submit(&CopyJob { op, direction, parts, by_layer }, after)
-    }
-
-    fn submit(&mut self, direction: Direction, parts: &[CopyPart<'_>], by_layer: bool) -> Transfer {
-        match self.try_submit(direction, parts, by_layer, Fence::SETTLED) {
-            Ok(Submit::Started(t)) => t,
-            other => panic!("{}: {other:?}", self.name),
-        }
-    }
-
-    /// Drives the device until `n` jobs have ended.
-    fn wait(&mut self, n: usize) -> Vec<Completion> {
-        let mut out = Vec::new();
-        while out.len() < n {
-            self.device.finish_all();
-            self.device.poll(&mut out).unwrap();
-            std::thread::yield_now();
-        }
-        assert_eq!(out.len(), n, "{}", self.name);
-        out
-    }
-}
-
-fn stamped(stamp: u64, plane: PlaneId, bytes: u64) -> Vec<u8> {
-    let mut r = Random(stamp ^ (u64::from(plane.0) << 56));
-    (0..bytes).map(|_| r.next() as u8).collect()
-}
-
-fn ids(pages: &[u32]) -> Vec<PageId> {
-    pages.iter().map(|&p| PageId(p)).collect()
-}
-
-fn in_pool<'a>(pool: PoolKind, src: &'a [PageId], dst: &'a [PageId]) -> CopyPart<'a> {
-    CopyPart { pool, ..CopyPart::full(src, dst) }
-}
+use rig::{
+    DEVICE_PAGES, HOST_PAGES, Random, Rig, capacities, geometry, ids, in_pool, rigs, stamped, stream_rigs,
+};
 
 #[test]
 fn pages_of_all_pools_go_out_and_come_back() {
@@ -172,7 +43,7 @@ fn pages_of_all_pools_go_out_and_come_back() {
         let page: u64 = PoolKind::ALL.iter().map(|&p| rig.geometry.page_bytes(p)).sum();
         assert_eq!(ended[0].bytes, 3 * page);
 
-        PoolKind::ALL.iter().for_each(|&pool| rig.device.poison(pool, PageId(2)).unwrap());
+        PoolKind::ALL.iter().for_each(|&pool| rig.device_memory().poison(pool, PageId(2)).unwrap());
         let back = ids(&[20, 2, 11]);
         let parts = PoolKind::ALL.map(|pool| in_pool(pool, &dst, &back));
         let load = rig.submit(Direction::HostToDevice, &parts, true);
@@ -199,10 +70,10 @@ fn pages_move_inside_the_device_and_planes_can_be_chosen() {
         let _t = rig.submit(Direction::DeviceToDevice, &[part], false);
         assert_eq!(rig.wait(1)[0].bytes, rig.geometry.planes()[1].page_bytes());
         let mut got = vec![0; 128];
-        rig.device.memory().read(PlaneId(1), PageId(9), 0, &mut got).unwrap();
+        rig.device_memory().read(PlaneId(1), PageId(9), 0, &mut got).unwrap();
         assert_eq!(got, stamped(1, PlaneId(1), 128));
         let mut got = vec![0; 1152];
-        rig.device.memory().read(PlaneId(0), PageId(9), 0, &mut got).unwrap();
+        rig.device_memory().read(PlaneId(0), PageId(9), 0, &mut got).unwrap();
         assert_eq!(got, stamped(9, PlaneId(0), 1152), "{}", rig.name);
     }
 }
@@ -245,8 +116,14 @@ fn bad_jobs_are_errors_and_change_nothing() {
             rig.try_submit(d2h, &[CopyPart::full(&a, &b)], false, Fence::after(1)),
             Err(DeviceError::FenceAhead { fence: 1, last: 0 })
         ));
-        assert_eq!(rig.device.in_flight(), 0);
-        assert!(matches!(rig.device.attach_host(Arc::clone(&rig.arena)), Err(DeviceError::HostArenaTwice)));
+        assert_eq!(rig.device().in_flight(), 0);
+        assert!(matches!(
+            {
+                let arena = Arc::clone(&rig.arena);
+                rig.device().attach_host(arena)
+            },
+            Err(DeviceError::HostArenaTwice)
+        ));
     }
     let g = geometry();
     let mut device = SoftDevice::inline(Arc::clone(&g), capacities(2)).unwrap();
@@ -264,23 +141,26 @@ fn bad_jobs_are_errors_and_change_nothing() {
 #[test]
 fn a_full_queue_refuses_and_takes_again_after_a_poll() {
     for mut rig in rigs() {
-        let work = rig.device.compute_begin();
-        let lists: Vec<_> = (0..5).map(|i| (ids(&[i]), ids(&[i]))).collect();
+        let work = rig.compute_begin();
+        let limit = rig.device().room(Direction::DeviceToHost);
+        let page = ids(&[4]);
+        let parts = [CopyPart::full(&page, &page)];
         let mut held = Vec::new();
-        for (i, (src, dst)) in lists.iter().enumerate() {
-            assert_eq!(rig.device.room(Direction::DeviceToHost), 4 - i as u32);
-            match rig.try_submit(Direction::DeviceToHost, &[CopyPart::full(src, dst)], false, work).unwrap() {
+        for i in 0..=limit {
+            assert_eq!(rig.device().room(Direction::DeviceToHost), limit - i);
+            let parts = if i == limit { &parts[..] } else { &[] };
+            match rig.try_submit(Direction::DeviceToHost, parts, false, work).unwrap() {
                 Submit::Started(t) => held.push(t),
-                Submit::Refused(r) => assert_eq!((i, r), (4, Refusal::QueueFull { limit: 4 })),
+                Submit::Refused(r) => assert_eq!((i, r), (limit, Refusal::QueueFull { limit })),
             }
         }
-        assert_eq!(held.len(), 4);
+        assert_eq!(held.len(), limit as usize);
         rig.stamp(Tier::Host, PoolKind::Full, 4, 1);
-        assert_eq!(rig.device.room(Direction::HostToDevice), 4, "directions have queues of their own");
-        rig.device.compute_end(work);
-        let order: Vec<_> = rig.wait(4).into_iter().map(|c| c.transfer).collect();
+        assert_eq!(rig.device().room(Direction::HostToDevice), limit, "directions have queues of their own");
+        rig.compute_end(work);
+        let order: Vec<_> = rig.wait(held.len()).into_iter().map(|c| c.transfer).collect();
         assert_eq!(order, held.iter().map(Transfer::id).collect::<Vec<_>>(), "in order");
-        assert_eq!(rig.device.room(Direction::DeviceToHost), 4);
+        assert_eq!(rig.device().room(Direction::DeviceToHost), limit);
     }
 }
 
@@ -291,8 +171,8 @@ fn no_copy_overtakes_its_fence() {
     for mut rig in rigs() {
         rig.stamp(Tier::Device, PoolKind::Full, 1, 111);
         rig.stamp(Tier::Host, PoolKind::Full, 6, 666);
-        let (first, second) = (rig.device.compute_begin(), rig.device.compute_begin());
-        assert_eq!(rig.device.fence(), second);
+        let (first, second) = (rig.compute_begin(), rig.compute_begin());
+        assert_eq!(rig.device().launched(), second);
         let lists = [ids(&[1]), ids(&[0]), ids(&[6]), ids(&[2])];
         let behind = |rig: &mut Rig, direction, src, dst| match rig.try_submit(
             direction,
@@ -308,14 +188,14 @@ fn no_copy_overtakes_its_fence() {
         let mut out = Vec::new();
         for piece in [second, first] {
             for _ in 0..20 {
-                rig.device.finish_all();
-                rig.device.poll(&mut out).unwrap();
+                rig.drive();
+                rig.device().poll(&mut out).unwrap();
                 std::thread::yield_now();
             }
             assert!(out.is_empty(), "{}: an earlier piece is still open", rig.name);
             assert_eq!((backup.state(), load.state()), (TransferState::Pending, TransferState::Pending));
-            assert_eq!(rig.device.runnable(), []);
-            rig.device.compute_end(piece);
+            assert!(!rig.is_soft() || rig.soft_device().runnable().is_empty());
+            rig.compute_end(piece);
         }
         let ended = rig.wait(2);
         assert!(ended.iter().all(|c| c.outcome == Outcome::Done));
@@ -329,17 +209,18 @@ fn no_copy_overtakes_its_fence() {
 fn pages_in_flight_refuse_everybody_and_a_dropped_handle_parks_them() {
     for mut rig in rigs() {
         (0..4).for_each(|p| rig.stamp(Tier::Device, PoolKind::Full, p, u64::from(p)));
-        let work = rig.device.compute_begin();
+        let work = rig.compute_begin();
         let (src, dst) = (ids(&[1, 2]), ids(&[10, 11]));
         let parts = [CopyPart::full(&src, &dst)];
         let started = rig.try_submit(Direction::DeviceToHost, &parts, false, work).unwrap();
         drop(started);
         let row = vec![0; 96];
-        assert!(matches!(
-            rig.device.write_rows(PlaneId(0), PageId(2), 0, 0, &row),
-            Err(MemoryError::Busy { page: PageId(2), .. })
-        ));
-        rig.device.read_rows(PlaneId(0), PageId(2), 0, 0, &mut [0; 96]).unwrap();
+        // The memory behind a stream is not ours to guard.
+        if rig.is_soft() {
+            let early = rig.device_memory().write_rows(PlaneId(0), PageId(2), 0, 0, &row);
+            assert!(matches!(early, Err(MemoryError::Busy { page: PageId(2), .. })));
+        }
+        rig.device_memory().read_rows(PlaneId(0), PageId(2), 0, 0, &mut [0; 96]).unwrap();
         assert!(rig.arena.read(PlaneId(0), PageId(10), 0, &mut [0]).is_err());
         assert!(rig.arena.poison(PoolKind::Full, PageId(11)).is_err());
         let (other, free) = (ids(&[10]), ids(&[5]));
@@ -349,21 +230,21 @@ fn pages_in_flight_refuse_everybody_and_a_dropped_handle_parks_them() {
             clash,
             Err(DeviceError::Job(JobError::PageBusy { tier: Tier::Host, page: PageId(10), .. }))
         ));
-        rig.device.compute_end(work);
+        rig.compute_end(work);
         let ended = rig.wait(1);
         let parked = ended[0].parked.as_ref().expect("the handle was dropped");
         assert_eq!(parked.parts, [(PoolKind::Full, src.clone(), dst.clone())]);
         rig.assert_stamp(Tier::Host, PoolKind::Full, 10, 1);
-        rig.device.write_rows(PlaneId(0), PageId(2), 0, 0, &row).unwrap();
+        rig.device_memory().write_rows(PlaneId(0), PageId(2), 0, 0, &row).unwrap();
     }
 }
 
 #[test]
 fn a_failed_copy_is_reported_once_and_frees_its_pages_only_if_it_is_over() {
-    for mut rig in rigs() {
+    for mut rig in rigs().into_iter().filter(Rig::is_soft) {
         for (quiescent, after_units) in [(true, 0), (true, 1), (true, 2), (false, 1)] {
             let fault = CopyFault { code: 77, quiescent };
-            rig.device.inject(SoftFault { skip_jobs: 1, after_units, fault });
+            rig.soft_device().inject(SoftFault { skip_jobs: 1, after_units, fault });
             let (src, dst) = (ids(&[1, 2]), ids(&[10, 11]));
             let parts = [CopyPart::full(&src, &dst)];
             let good = rig.submit(Direction::HostToDevice, &[], false);
@@ -374,7 +255,7 @@ fn a_failed_copy_is_reported_once_and_frees_its_pages_only_if_it_is_over() {
             assert_eq!(of(&bad), Outcome::Failed(fault));
             assert_eq!((bad.state(), bad.layers_ready()), (TransferState::Failed, 0));
             assert_eq!(rig.arena.read(PlaneId(0), PageId(10), 0, &mut [0]).is_ok(), quiescent);
-            assert_eq!(rig.device.in_flight(), 0);
+            assert_eq!(rig.device().in_flight(), 0);
         }
     }
 }
@@ -382,19 +263,19 @@ fn a_failed_copy_is_reported_once_and_frees_its_pages_only_if_it_is_over() {
 #[test]
 fn closing_takes_no_more_and_counts_what_is_left() {
     for mut rig in rigs() {
-        let work = rig.device.compute_begin();
+        let work = rig.compute_begin();
         let (src, dst) = (ids(&[1]), ids(&[10]));
         let parts = [CopyPart::full(&src, &dst)];
         let held = rig.try_submit(Direction::DeviceToHost, &parts, false, work).unwrap();
-        assert_eq!(rig.device.close(Duration::from_millis(1)).unfinished, 1, "{}", rig.name);
+        assert_eq!(rig.device().close(Duration::from_millis(1)).unfinished, 1, "{}", rig.name);
         let (src, dst) = (ids(&[2]), ids(&[12]));
         let more =
             rig.try_submit(Direction::DeviceToHost, &[CopyPart::full(&src, &dst)], false, Fence::SETTLED);
         assert!(matches!(more, Err(DeviceError::Closed)));
-        assert_eq!(rig.device.room(Direction::DeviceToHost), 0);
-        rig.device.compute_end(work);
-        rig.device.finish_all();
-        assert_eq!(rig.device.close(Duration::from_secs(60)).unfinished, 0);
+        assert_eq!(rig.device().room(Direction::DeviceToHost), 0);
+        rig.compute_end(work);
+        rig.drive();
+        assert_eq!(rig.device().close(Duration::from_secs(60)).unfinished, 0);
         assert_eq!(rig.wait(1)[0].outcome, Outcome::Done);
         drop(held);
     }
@@ -403,11 +284,11 @@ fn closing_takes_no_more_and_counts_what_is_left() {
 #[test]
 fn the_last_handle_can_go_with_jobs_in_flight() {
     for mut rig in rigs() {
-        let work = rig.device.compute_begin();
+        let work = rig.compute_begin();
         let (src, dst) = (ids(&[1]), ids(&[10]));
         let held = rig.try_submit(Direction::DeviceToHost, &[CopyPart::full(&src, &dst)], true, work);
-        let Rig { arena, device, .. } = rig;
-        drop(device);
+        let arena = Arc::clone(&rig.arena);
+        drop(rig);
         assert!(arena.read(PlaneId(0), PageId(10), 0, &mut [0]).is_err(), "nobody proved an end");
         drop(held);
     }
@@ -418,7 +299,7 @@ fn the_waker_is_called_at_every_end() {
     for mut rig in rigs() {
         let calls = Arc::new(AtomicU32::new(0));
         let seen = Arc::clone(&calls);
-        rig.device.set_waker(Some(Arc::new(move || {
+        rig.device().set_waker(Some(Arc::new(move || {
             seen.fetch_add(1, Ordering::SeqCst);
         })));
         let (src, dst) = (ids(&[1]), ids(&[10]));
@@ -447,7 +328,7 @@ fn layers_become_ready_one_by_one_in_all_planes() {
     let mut steps = 0;
     loop {
         let before = load.layers_ready();
-        let step = rig.device.step(load.id(), random.next());
+        let step = rig.soft_device().step(load.id(), random.next());
         steps += 1;
         if step == Step::Ended {
             break;
@@ -471,12 +352,12 @@ fn a_source_is_read_when_the_copy_runs() {
     let parts = [CopyPart::full(&dst, &on)];
     let early = rig.try_submit(Direction::DeviceToHost, &parts, false, Fence::SETTLED);
     assert!(matches!(early, Err(DeviceError::Job(JobError::PageBusy { tier: Tier::Device, .. }))));
-    assert!(rig.device.finish(first.id()));
+    assert!(rig.soft_device().finish(first.id()));
     assert_eq!(first.state(), TransferState::Pending, "an end shows when it is polled");
     assert_eq!(rig.wait(1)[0].outcome, Outcome::Done);
     let second = rig.submit(Direction::DeviceToHost, &parts, false);
-    assert_eq!(rig.device.step(first.id(), 0), Step::NotRunnable);
-    assert!(rig.device.finish(second.id()));
+    assert_eq!(rig.soft_device().step(first.id(), 0), Step::NotRunnable);
+    assert!(rig.soft_device().finish(second.id()));
     rig.wait(1);
     rig.assert_stamp(Tier::Host, PoolKind::Full, 7, 3);
 }
@@ -485,8 +366,9 @@ fn a_source_is_read_when_the_copy_runs() {
 #[test]
 fn any_legal_order_gives_the_same_bytes() {
     let mut random = Random::new(20_261_129);
-    for order in [Order::PageFirst, Order::LayerFirst] {
-        let mut rig = Rig::soft(SoftOptions { order, queue_limit: 3, ..SoftOptions::new(Mode::Manual) });
+    let by_hand = |order| Rig::soft(SoftOptions { order, queue_limit: 3, ..SoftOptions::new(Mode::Manual) });
+    let soft = [Order::PageFirst, Order::LayerFirst].map(by_hand);
+    for mut rig in soft.into_iter().chain(stream_rigs()) {
         let pages = [DEVICE_PAGES, HOST_PAGES];
         let tiers = [Tier::Device, Tier::Host];
         let mut model: Vec<Vec<u64>> =
@@ -513,13 +395,9 @@ fn any_legal_order_gives_the_same_bytes() {
                     Err(e) => panic!("{e}"),
                 }
             }
-            let heads = rig.device.runnable();
-            if !heads.is_empty() {
-                let head = heads[random.below(heads.len() as u64) as usize];
-                rig.device.step(head, random.next());
-            }
+            rig.drive_some(&mut random);
             let mut ended = Vec::new();
-            rig.device.poll(&mut ended).unwrap();
+            rig.device().poll(&mut ended).unwrap();
             for c in ended {
                 let at = open.iter().position(|(t, ..)| t.id() == c.transfer).unwrap();
                 let (_, direction, src, dst) = open.remove(at);
