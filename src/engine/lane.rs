@@ -116,6 +116,8 @@ struct Shared {
     arena: Arc<HostArena>,
     planes: Vec<StoredPlane>,
     counters: Vec<Counters>,
+    /// Planes that the store does not have: every page from there lacks them.
+    absent: Vec<PlaneId>,
     call_budget: Option<Duration>,
     bell: Bell,
 }
@@ -144,7 +146,8 @@ impl StoreLane {
         let planes = registered.planes();
         let counters = planes.iter().map(|_| Counters::default()).collect();
         let (call_budget, bell) = (config.call_budget, config.bell.clone());
-        let shared = Arc::new(Shared { store, arena, planes, counters, call_budget, bell });
+        let absent = registered.absent_planes();
+        let shared = Arc::new(Shared { store, arena, planes, counters, absent, call_budget, bell });
         let (jobs, work) = unbounded::<Job>();
         let (report, done) = unbounded();
         let threads = (0..config.threads.max(1))
@@ -386,13 +389,18 @@ impl Shared {
                 continue;
             }
             counters.not_got.fetch_add(1, Relaxed);
-            if stored.required {
-                pages[*page] = pages[*page].max(page_outcome(outcome));
-            } else {
-                gaps[*page] = gaps[*page].with(stored.plane);
-                match claim.block_mut(stored.plane, *page) {
+            match stored.required {
+                true => pages[*page] = pages[*page].max(page_outcome(outcome)),
+                false => gaps[*page] = gaps[*page].with(stored.plane),
+            }
+        }
+        for page in 0..items.len() {
+            gaps[page] = self.absent.iter().fold(gaps[page], |gap, plane| gap.with(*plane));
+            let lacking = (0..self.arena.geometry().planes().len()).map(|i| PlaneId(i as u8));
+            for plane in lacking.filter(|plane| gaps[page].contains(*plane)) {
+                match claim.block_mut(plane, page) {
                     Ok(block) => block.fill(0),
-                    Err(_) => pages[*page] = PageOutcome::Failed,
+                    Err(_) => pages[page] = PageOutcome::Failed,
                 }
             }
         }

@@ -154,11 +154,20 @@ impl Registered {
         self.machine.failure()
     }
 
-    /// Kinds of the planes that were asked for and are not stored.
+    /// Planes that were asked for and are not stored.
+    pub(super) fn absent_planes(&self) -> Vec<PlaneId> {
+        self.absent().map(|r| r.plane).collect()
+    }
+
+    /// Their kinds.
     pub(super) fn not_stored(&self) -> Vec<PlaneKind> {
+        self.absent().map(|r| r.kind).collect()
+    }
+
+    fn absent(&self) -> impl Iterator<Item = &PlaneRequest> {
         let published: Vec<usize> = self.machine.published_planes().collect();
         let requests = self.machine.requests().iter().enumerate();
-        requests.filter(|(i, _)| !published.contains(i)).map(|(_, r)| r.kind).collect()
+        requests.filter(move |(i, _)| !published.contains(i)).map(|(_, r)| r)
     }
 
     /// Follows the machine to its end. Every answer moves it on, so it ends.
