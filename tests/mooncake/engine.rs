@@ -15,7 +15,6 @@ use sapwood::tiers::{
 };
 
 pub(crate) const PAGE_TOKENS: usize = 4;
-pub(crate) const TARGET: PlaneId = PlaneId(0);
 pub(crate) const DRAFT: PlaneId = PlaneId(1);
 
 /// A model: a target, with or without a draft beside it.
