@@ -396,10 +396,9 @@ fn start_lane(
     arena: &Arc<HostArena>,
     registered: Registered,
 ) -> Result<StoreLane, BuildError> {
-    StoreLane::start(config, Arc::clone(&store), Arc::clone(arena), registered).map_err(
-        |(error, registered)| {
-            registered.detach(arena, store.as_ref());
-            BuildError::Thread(error)
-        },
-    )
+    StoreLane::start(config, Arc::clone(&store), Arc::clone(arena), registered).map_err(|failed| {
+        let (error, registered) = *failed;
+        registered.detach(arena, store.as_ref());
+        BuildError::Thread(error)
+    })
 }

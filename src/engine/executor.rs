@@ -233,7 +233,7 @@ impl Executor {
                 Some(store)
             }
             Err(lane) => {
-                self.lane = Some(lane);
+                self.lane = Some(*lane);
                 None
             }
         }
@@ -255,7 +255,8 @@ impl Executor {
                 self.lane = Some(lane);
                 Ok(true)
             }
-            Err((error, registered)) => {
+            Err(failed) => {
+                let (error, registered) = *failed;
                 registered.detach(arena, store.as_ref());
                 Err(RegistrationError::Thread(error))
             }

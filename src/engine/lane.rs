@@ -142,7 +142,7 @@ impl StoreLane {
         store: Arc<dyn Store>,
         arena: Arc<HostArena>,
         registered: Registered,
-    ) -> Result<StoreLane, (std::io::Error, Registered)> {
+    ) -> Result<StoreLane, Box<(std::io::Error, Registered)>> {
         let planes = registered.planes();
         let counters = planes.iter().map(|_| Counters::default()).collect();
         let (call_budget, bell) = (config.call_budget, config.bell.clone());
@@ -174,7 +174,7 @@ impl StoreLane {
                 spaces: Map::default(),
                 cancels: Map::default(),
             }),
-            Err(error) => Err((error, registered)),
+            Err(error) => Err(Box::new((error, registered))),
         }
     }
 
@@ -203,12 +203,12 @@ impl StoreLane {
 
     /// Ends all work: calls under way are told to end, everything that was asked is answered, the store lets go of
     /// the memory. `Err` if a call does not return by `until`; the lane then takes no new work and can be asked again.
-    pub(super) fn detach(mut self, until: Instant) -> Result<(Vec<Ended>, Arc<dyn Store>), StoreLane> {
+    pub(super) fn detach(mut self, until: Instant) -> Result<(Vec<Ended>, Arc<dyn Store>), Box<StoreLane>> {
         self.cancels.values().for_each(Cancel::cancel);
         self.jobs = None;
         while self.threads.iter().any(|t| !t.is_finished()) {
             if Instant::now() >= until {
-                return Err(self);
+                return Err(Box::new(self));
             }
             std::thread::sleep(Duration::from_millis(1));
         }

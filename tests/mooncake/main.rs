@@ -9,3 +9,5 @@ mod matrix;
 mod refusing;
 mod service;
 mod session;
+#[cfg(feature = "mooncake-capi")]
+mod stand_in;

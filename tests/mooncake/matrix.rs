@@ -69,6 +69,42 @@ fn r1_the_target_alone_on_the_real_client() {
     survives_a_restart(false, ALONE, || mooncake(&service));
 }
 
+/// Against a stand-in: no registry carries the library. What is shown is our side of its interface.
+#[cfg(feature = "mooncake-capi")]
+#[test]
+fn r2_a_draft_on_the_embedded_library_stand_in() {
+    use crate::stand_in;
+    let _alone = alone();
+    let pool = stand_in::pool();
+    survives_a_restart(true, ALONE, || Arc::new(stand_in::open(&pool)));
+    // The store's own memory is its first registration, the target the second, the draft the third.
+    for (refusing, plane) in [("refuse-2", PlaneKind::Target), ("refuse-3", PlaneKind::Draft)] {
+        let store = Arc::new(Refusing::nth(stand_in::open(refusing), 99));
+        let (b, _) = builder(&geometry(true), ALONE, Some(Arc::clone(&store) as Arc<dyn Store>));
+        let RegistrationError::Failed { kind, failure, .. } = refused(b) else { panic!("another error") };
+        assert_eq!((kind, failure.cause), (Some(plane), Cause::Refused { code: -1 }));
+        assert_eq!(store.registered(), 0);
+    }
+}
+
+#[cfg(feature = "mooncake-capi")]
+#[test]
+fn a_library_that_is_not_one_is_an_error() {
+    use sapwood::backend::store::mooncake::MooncakeError;
+    use sapwood::backend::store::mooncake::embedded::{EmbeddedConfig, EmbeddedStore};
+    let _alone = alone();
+    let open = |library: std::path::PathBuf, pool: &str| {
+        EmbeddedStore::open(&EmbeddedConfig::at(library, "127.0.0.1:1", pool)).err()
+    };
+    let missing = open("/no/such/library.so".into(), "pool");
+    assert!(matches!(missing, Some(MooncakeError::Library { .. })), "{missing:?}");
+    // A library without the functions: the C library itself.
+    let other = open("libm.so.6".into(), "pool");
+    assert!(matches!(other, Some(MooncakeError::Library { .. })), "{other:?}");
+    let nowhere = open(crate::stand_in::library(), "nowhere");
+    assert!(matches!(nowhere, Some(MooncakeError::Setup { code: -1 })), "{nowhere:?}");
+}
+
 #[test]
 fn r3_a_draft_on_the_real_client() {
     let _alone = alone();

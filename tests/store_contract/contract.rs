@@ -395,6 +395,18 @@ fn mooncake() -> Option<Fixture> {
     Some(Fixture::new(store).keeping(service))
 }
 
+/// The library itself can not be had; its stand-in answers as it does.
+#[cfg(feature = "mooncake-capi")]
+fn mooncake_embedded() -> Option<Fixture> {
+    Some(Fixture::new(crate::stand_in::open(&crate::stand_in::pool())))
+}
+
+#[cfg(not(feature = "mooncake-capi"))]
+fn mooncake_embedded() -> Option<Fixture> {
+    crate::kit::skip("the feature mooncake-capi");
+    None
+}
+
 /// The contract needs the feature and the service.
 #[cfg(not(feature = "mooncake"))]
 fn mooncake() -> Option<Fixture> {
@@ -436,5 +448,6 @@ suite! {
     detached: Some(Fixture::new(Detached::new(MemStore::new(ROOMY), LONG, 8)));
     stacked: Some(stacked());
     mooncake: mooncake();
+    mooncake_embedded_stand_in: mooncake_embedded();
     fault_free: Some(Fixture::new(Faulty::new(MemStore::new(ROOMY))));
 }

@@ -9,4 +9,7 @@ mod kit;
 #[cfg(feature = "mooncake")]
 #[path = "../mooncake/service.rs"]
 mod service;
+#[cfg(feature = "mooncake-capi")]
+#[path = "../mooncake/stand_in.rs"]
+mod stand_in;
 mod wrap;

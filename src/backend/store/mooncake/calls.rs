@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::conn::CallError;
 use super::session::{CALLS_AHEAD, ITEMS_PER_CALL, Lane, Session};
 use super::wire::{self, Answer, Function, Malformed, Reply, Request, code};
-use super::{Call, Outcome, StoreError, StoreKey, TransportCause, name_of};
+use super::{Call, Outcome, StoreError, StoreKey, TransportCause, name_of, outcome_of_code};
 use crate::backend::store::Item;
 use crate::backend::store::envelope::{HEADER_BYTES, Header, payload_crc};
 use crate::backend::store::regions::HeldSpans;
@@ -25,17 +25,6 @@ pub(super) type Object<'a> = (&'a Item, &'a HeldSpans);
 pub(super) struct Service<'a> {
     pub(super) session: &'a Session,
     pub(super) prefer_same_node: bool,
-}
-
-/// What a code of the service means for an item. `bytes` is what the item has.
-fn outcome_of_code(code: i32) -> Outcome {
-    match code {
-        code::MISSING => Outcome::Missing,
-        code::NO_SPACE => Outcome::NoSpace,
-        code::LEASED => Outcome::Busy,
-        code::INVALID => Outcome::AddressLost,
-        other => Outcome::Transport(TransportCause::Remote(other)),
-    }
 }
 
 fn unheard(error: CallError, call: &Call) -> Outcome {

@@ -22,6 +22,8 @@ use std::time::{Duration, Instant};
 
 mod calls;
 mod conn;
+#[cfg(feature = "mooncake-capi")]
+pub mod embedded;
 mod md5;
 mod session;
 mod wire;
@@ -121,6 +123,20 @@ pub enum MooncakeError {
     NotShared {
         /// Bytes of the region.
         bytes: u64,
+    },
+    /// The library can not be loaded, or lacks a function.
+    #[error("cannot use {path:?}: {reason}")]
+    Library {
+        /// The library.
+        path: std::path::PathBuf,
+        /// What the loader said.
+        reason: String,
+    },
+    /// The library could not join the pool.
+    #[error("the library could not be set up, code {code}")]
+    Setup {
+        /// Its code.
+        code: i32,
     },
     /// Memory for the headers could not be had.
     #[error("shared memory: {0}")]
@@ -333,6 +349,23 @@ fn name_of(key: &StoreKey) -> String {
     name
 }
 
+/// What the names of a namespace's objects look like.
+fn pattern_of(namespace: &NamespaceDigest) -> String {
+    let tag: String = namespace.tag().iter().map(|b| format!("{b:02x}")).collect();
+    format!("^{NAME_PREFIX}{tag}.*")
+}
+
+/// What a code of the pool means for an item.
+fn outcome_of_code(code: i32) -> Outcome {
+    match code {
+        wire::code::MISSING => Outcome::Missing,
+        wire::code::NO_SPACE => Outcome::NoSpace,
+        wire::code::LEASED => Outcome::Busy,
+        wire::code::INVALID => Outcome::AddressLost,
+        other => Outcome::Transport(TransportCause::Remote(other)),
+    }
+}
+
 impl Store for MooncakeStore {
     fn caps(&self) -> Caps {
         Caps {
@@ -380,8 +413,7 @@ impl Store for MooncakeStore {
     /// together.
     fn clear(&self, namespace: NamespaceDigest, call: &Call) -> Result<u64, StoreError> {
         let _inside = self.gate.enter().ok_or(StoreError::Closed)?;
-        let tag: String = namespace.tag().iter().map(|b| format!("{b:02x}")).collect();
-        let removed = self.service().remove_matching(&format!("^{NAME_PREFIX}{tag}.*"), call)?;
+        let removed = self.service().remove_matching(&pattern_of(&namespace), call)?;
         locked(&self.sizes).clear();
         self.counters.removed.fetch_add(removed, std::sync::atomic::Ordering::Relaxed);
         Ok(removed)

@@ -330,9 +330,8 @@ impl Session {
     }
 
     fn let_go(&self, lane: &Lane) -> bool {
-        match lane.peer.has_ended() {
-            Some(true) => return true,
-            Some(false) | None => {}
+        if lane.peer.has_ended() == Some(true) {
+            return true;
         }
         let wait_max = self.config.connect_wait_max;
         match Conn::dial(self.config.client, wait_max) {

@@ -378,7 +378,7 @@ mod tests {
     /// Frames that a client of the release sent, recorded from its socket.
     #[test]
     fn requests_are_those_of_the_release() {
-        let addresses = || [[0x7f_c122_7f_f000_u64, 0x7f_c122_80_0000].into_iter()].into_iter();
+        let addresses = || [[0x7fc1_227f_f000_u64, 0x7fc1_2280_0000].into_iter()].into_iter();
         let lengths = || [[128_u64, 1000].into_iter()].into_iter();
         let (a, b) = ("00f07f22c17f0000", "00008022c17f0000");
         let sizes = "8000000000000000 e803000000000000";
@@ -440,7 +440,7 @@ mod tests {
                     .to_owned(),
             ),
             (
-                Request::new(&UNREGISTER, 0).number(0x7f_b914_3f_9000).client(client()).frame(13),
+                Request::new(&UNREGISTER, 0).number(0x7fb9_143f_9000).client(client()).frame(13),
                 format!(
                     "15000000 0d000000 aa162f48 27000000 00000000 e3d1728e 04 fd04fd04048989ffff00
                      00903f14b97f0000 {CLIENT}"
@@ -455,7 +455,7 @@ mod tests {
             assert_eq!(frame, bytes(&want), "case {i}");
         }
         let record = bytes(&format!("{CLIENT} 00903f14b97f0000 0000400000000000 ffffffff 00000000"));
-        assert_eq!(segment(client(), 0x7f_b914_3f_9000, 4 << 20).to_vec(), record);
+        assert_eq!(segment(client(), 0x7fb9_143f_9000, 4 << 20).to_vec(), record);
     }
 
     #[test]
