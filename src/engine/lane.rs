@@ -70,6 +70,10 @@ pub(super) struct Ended {
     pub(super) read: Vec<Gap>,
 }
 
+/// What a lane leaves when it ends: everything that was asked has an end, and the store is free. Or the lane itself,
+/// if a call does not return.
+pub(super) type Detached = Result<(Vec<Ended>, Arc<dyn Store>), Box<StoreLane>>;
+
 /// What became of the pages of one plane.
 #[derive(Debug, Default)]
 struct Counters {
@@ -203,7 +207,7 @@ impl StoreLane {
 
     /// Ends all work: calls under way are told to end, everything that was asked is answered, the store lets go of
     /// the memory. `Err` if a call does not return by `until`; the lane then takes no new work and can be asked again.
-    pub(super) fn detach(mut self, until: Instant) -> Result<(Vec<Ended>, Arc<dyn Store>), Box<StoreLane>> {
+    pub(super) fn detach(mut self, until: Instant) -> Detached {
         self.cancels.values().for_each(Cancel::cancel);
         self.jobs = None;
         while self.threads.iter().any(|t| !t.is_finished()) {

@@ -8,6 +8,8 @@ use sapwood::backend::identity::{DescriptorDigest, NamespaceDigest, Space};
 use sapwood::backend::region::{Mapping, Region, Sharing};
 use sapwood::backend::store::{Item, RegionToken, Span, Store};
 
+use crate::service::Service;
+
 /// A test that cannot run here says so; where everything must run (`SAPWOOD_REQUIRE_SERVICES`), it fails.
 pub(crate) fn skip(what: &str) {
     assert!(std::env::var_os("SAPWOOD_REQUIRE_SERVICES").is_none(), "needs {what}");
@@ -110,4 +112,18 @@ pub(crate) fn left() -> Left {
 pub(crate) fn mapped_by(pid: u32) -> usize {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     maps.lines().filter(|l| l.contains("memfd:sapwood")).count()
+}
+
+impl Service {
+    /// Process id of the real client.
+    pub(crate) fn client_pid(&self) -> u32 {
+        self.client.as_ref().unwrap().id()
+    }
+
+    /// Sends the real client a signal by name.
+    pub(crate) fn signal_client(&self, signal: &str) {
+        let pid = self.client_pid().to_string();
+        let sent = std::process::Command::new("kill").args(["-s", signal, &pid]).status().unwrap();
+        assert!(sent.success());
+    }
 }

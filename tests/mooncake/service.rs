@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 pub(crate) struct Service {
     master: Child,
     master_port: u16,
-    client: Option<Child>,
+    pub(crate) client: Option<Child>,
     client_port: u16,
     segment: String,
     folder: PathBuf,
@@ -132,12 +132,6 @@ impl Service {
     /// Where the real client listens.
     pub(crate) fn address(&self) -> SocketAddr {
         SocketAddr::from((Ipv4Addr::LOCALHOST, self.client_port))
-    }
-
-    /// Process id of the real client.
-    #[allow(dead_code, reason = "not every test binary asks")]
-    pub(crate) fn client_pid(&self) -> u32 {
-        self.client.as_ref().unwrap().id()
     }
 }
 

@@ -229,3 +229,32 @@ fn another_release_is_refused_by_name() {
         assert_eq!(left(), NOTHING);
     }
 }
+
+/// A real client that stands still in the middle of everything: what moves bytes waits for it, what does not fails,
+/// and both go on when it does.
+#[test]
+fn a_real_client_that_stands_still_is_waited_for_and_loses_nothing() {
+    let _alone = alone();
+    let Some(service) = Service::start("64 MB") else { return };
+    let mut config = MooncakeConfig::at(service.address());
+    config.connect_wait_max = Duration::from_millis(300);
+    config.ping_every = Duration::from_millis(50);
+    let store = MooncakeStore::open(config).unwrap();
+    let a = Arena::new(&store, 2 * MIB);
+    a.fill(1, 0, MIB);
+    assert_eq!(store.put(&[a.item(1, 0, MIB)], &call()), [Outcome::Ok(MIB)]);
+    service.signal_client("STOP");
+    std::thread::scope(|scope| {
+        let get = scope.spawn(|| store.get(&[a.item(1, MIB, MIB)], &call())[0]);
+        until("the loss is seen", Duration::from_secs(20), || store.health() == Health::Down);
+        let query = store.query(&[a.item(1, 0, MIB).key], &Call::within(Duration::from_secs(5)));
+        assert_eq!(query, [Outcome::Transport(TransportCause::Disconnected)]);
+        assert!(!get.is_finished(), "nobody knows yet whether the memory is still being written");
+        service.signal_client("CONT");
+        let got = get.join().unwrap();
+        assert!(got != Outcome::Ok(MIB) || a.holds(1, MIB, MIB), "{got:?}");
+    });
+    until("it works again", Duration::from_secs(10), || {
+        store.get(&[a.item(1, MIB, MIB)], &call()) == [Outcome::Ok(MIB)] && a.holds(1, MIB, MIB)
+    });
+}
