@@ -2,7 +2,7 @@
 //!
 //! `SAPWOOD_SEED` replays a run, `SAPWOOD_MODEL_OPS` sets its size (200,000 operations unless told; nightly runs take
 //! 10 million). A failure is shrunk to a short list of operations.
-#![expect(clippy::unwrap_used, reason = "a test that meets None or Err fails, which is what it is for")]
+
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
 use std::collections::BTreeSet;

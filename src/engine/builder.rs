@@ -157,6 +157,8 @@ pub struct Builder {
     identity: ModelIdentity,
     write: WritePolicy,
     prefetch: PrefetchConfig,
+    exclusive: bool,
+    write_ahead_percent: u32,
     loads_in_flight_max: u32,
     delivery: Delivery,
     waker: Option<Arc<dyn Fn() + Send + Sync>>,
@@ -188,6 +190,8 @@ impl Builder {
             identity: ModelIdentity::whole("unnamed", ""),
             write: WritePolicy::None,
             prefetch: plain.prefetch,
+            exclusive: plain.exclusive,
+            write_ahead_percent: plain.write_ahead_percent,
             loads_in_flight_max: plain.loads_in_flight_max,
             delivery: Delivery::AsCompleted,
             waker: None,
@@ -256,6 +260,18 @@ impl Builder {
     /// Store prefetch settings.
     pub fn prefetch(mut self, config: PrefetchConfig) -> Self {
         self.prefetch = config;
+        self
+    }
+
+    /// See [`CoreConfig::exclusive`]. Default: on.
+    pub fn exclusive(mut self, exclusive: bool) -> Self {
+        self.exclusive = exclusive;
+        self
+    }
+
+    /// See [`CoreConfig::write_ahead_percent`]. Default: 5.
+    pub fn write_ahead_percent(mut self, percent: u32) -> Self {
+        self.write_ahead_percent = percent;
         self
     }
 
@@ -366,6 +382,8 @@ impl Builder {
             store: self.store.as_ref().map(|_| self.store_config),
             write: self.write,
             prefetch: self.prefetch,
+            exclusive: self.exclusive,
+            write_ahead_percent: self.write_ahead_percent,
             loads_in_flight_max: self.loads_in_flight_max,
         };
         config.validate()?;

@@ -147,6 +147,7 @@ impl Core {
     pub fn tick(&mut self, now: Time) {
         self.record(|| Op::Tick(now));
         self.now = self.now.max(now);
+        self.write_ahead();
         self.pump_storage();
     }
 

@@ -400,7 +400,7 @@ fn config_text(c: &CoreConfig) -> String {
         }
     }
     words(&mut out, [p.threshold_tokens, p.batch_pages, p.window_batches, p.host_share_percent]);
-    words(&mut out, [c.loads_in_flight_max]);
+    words(&mut out, [u32::from(c.exclusive), c.write_ahead_percent, c.loads_in_flight_max]);
     match &c.store {
         None => words(&mut out, ["-"]),
         Some(s) => words(
@@ -449,6 +449,8 @@ fn parse_config(text: &str) -> Result<CoreConfig, OpLogError> {
         window_batches: w.number()?,
         host_share_percent: w.number()?,
     };
+    let exclusive = w.number::<u8>()? != 0;
+    let write_ahead_percent = w.number()?;
     let loads_in_flight_max = w.number()?;
     let store = match w.word()? {
         "-" => None,
@@ -461,7 +463,17 @@ fn parse_config(text: &str) -> Result<CoreConfig, OpLogError> {
         }),
     };
     w.end()?;
-    Ok(CoreConfig { page_size, device, host, store, write, prefetch, loads_in_flight_max })
+    Ok(CoreConfig {
+        page_size,
+        device,
+        host,
+        store,
+        write,
+        prefetch,
+        exclusive,
+        write_ahead_percent,
+        loads_in_flight_max,
+    })
 }
 
 #[cfg(test)]

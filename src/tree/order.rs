@@ -30,7 +30,8 @@ pub(super) struct Orders {
     pub(super) host: Ends,
     pub(super) device_heap: IndexHeap,
     pub(super) host_heap: IndexHeap,
-    /// Nodes whose host copy could be given up, in the order in which that became so.
+    /// Nodes whose host copy could be given up: those that became so when they were freshly used at the newest end,
+    /// those that were the least recently used at the oldest.
     pub(super) mirrors: Ends,
     /// By component and tier: nodes that have any of it.
     pub(super) components: [[IndexHeap; 2]; COMPONENTS],
@@ -69,6 +70,16 @@ fn link_newest(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
     match older {
         NIL => ends.oldest = at,
         _ => links(&mut nodes[older as usize]).newer = at,
+    }
+}
+
+/// Puts `at` at the oldest end.
+fn link_oldest(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
+    let newer = std::mem::replace(&mut ends.oldest, at);
+    *links(&mut nodes[at as usize]) = Links { older: NIL, newer };
+    match newer {
+        NIL => ends.newest = at,
+        _ => links(&mut nodes[newer as usize]).older = at,
     }
 }
 
@@ -141,7 +152,13 @@ impl Orders {
         if mirror != node.mirrored {
             node.mirrored = mirror;
             if mirror {
-                link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+                let tick = node.tick;
+                match self.mirrors.oldest {
+                    oldest if oldest != NIL && tick < arena.nodes[oldest as usize].tick => {
+                        link_oldest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+                    }
+                    _ => link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links),
+                }
             } else {
                 unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
             }

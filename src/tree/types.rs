@@ -282,7 +282,8 @@ pub struct HostInsert {
 pub enum Unbacked {
     /// Delete it.
     Delete,
-    /// Leave it and report it, so that the caller can back it up and demote it (write-back).
+    /// Leave it and report it, so that the caller can back it up and demote it; delete it if its hits are below the
+    /// write threshold (0 under write-back: everything is worth a copy).
     Report,
 }
 
