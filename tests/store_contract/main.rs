@@ -7,5 +7,11 @@ mod file;
 mod identity;
 mod kit;
 mod remote;
+#[cfg(feature = "mooncake")]
+#[path = "../mooncake/service.rs"]
+mod service;
 mod services;
+#[cfg(feature = "mooncake-capi")]
+#[path = "../mooncake/stand_in.rs"]
+mod stand_in;
 mod wrap;
