@@ -4,3 +4,4 @@
 
 pub mod backend;
 pub mod base;
+pub mod pd;
