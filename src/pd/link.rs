@@ -13,7 +13,7 @@ use crate::pd::reason::Incompatible;
 use crate::pd::wire::{Body, Frame, FrameError, Head, RegisterReply, VERSION};
 
 /// Most peers of one rank.
-pub const PEERS_MAX: usize = 1 << 16;
+pub(super) const PEERS_MAX: usize = 1 << 16;
 /// Incarnations remembered as replaced, per address. A frame older than that many restarts is not met.
 const RETIRED_MAX: usize = 16;
 /// Frames waiting for the driver; beyond it new ones are dropped and counted, as if the network had.
@@ -352,10 +352,5 @@ impl Link {
             self.send(k.0, k.2, k.3, body);
         }
         dead
-    }
-
-    /// Peers known and repeats pending, for bounds in tests.
-    pub(super) fn sizes(&self) -> (usize, usize) {
-        (self.peers.len(), self.resend.len())
     }
 }

@@ -26,6 +26,7 @@ pub mod plan;
 #[doc(hidden)]
 pub mod plant;
 pub mod reason;
+pub mod receiver;
 pub mod sender;
 mod tomb;
 pub mod topo;

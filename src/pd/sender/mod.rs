@@ -523,6 +523,19 @@ impl Sender {
         Ok(())
     }
 
+    /// Stops to care about an address nothing refers to; probes to it end and it must register anew. False
+    /// if something does.
+    pub fn forget_peer(&mut self, peer: PeerId) -> bool {
+        let used = self.rooms.values().any(|r| r.dests.iter().any(|d| d.peer == peer))
+            || self.orphans.values().flatten().any(|o| o.peer == peer)
+            || self.writes.refers_to(peer);
+        if !used {
+            self.regs.remove(&peer);
+            self.link.forget(peer);
+        }
+        !used
+    }
+
     // ---- the outside world ----
 
     /// A frame arrived from an address.

@@ -70,6 +70,10 @@ impl Writes {
         self.unproven
     }
 
+    pub(super) fn refers_to(&self, peer: PeerId) -> bool {
+        self.busy.keys().any(|k| k.0 == peer) || self.queue.iter().any(|c| c.peer == peer)
+    }
+
     /// How quiet a closed grant is; `None` while writes are posted, and then the answer is sent when the last
     /// of them settles.
     pub(super) fn quiet(
@@ -121,6 +125,7 @@ impl Sender {
                 d.next = room.ready;
             }
             if let Some(tail) = &room.tail
+                && room.waits.is_empty()
                 && d.next.max(d.meta.prefix) >= total
                 && !std::mem::replace(&mut d.tail_queued, true)
             {
