@@ -48,6 +48,14 @@ impl Tag {
         Tag(bytes)
     }
 
+    /// The incarnation inside: a target that is another process must refuse.
+    #[must_use]
+    pub fn owner(self) -> Incarnation {
+        let mut half = [0; 8];
+        half.copy_from_slice(&self.0[..8]);
+        Incarnation(u64::from_le_bytes(half))
+    }
+
     /// The serial inside.
     #[must_use]
     pub fn serial(self) -> Serial {

@@ -28,6 +28,8 @@ pub mod plant;
 pub mod reason;
 pub mod receiver;
 pub mod sender;
+#[cfg(feature = "sim")]
+pub mod sim;
 mod tomb;
 pub mod topo;
 pub mod wire;

@@ -3,6 +3,7 @@
 
 mod oracle;
 mod plan;
+mod sim;
 mod wire;
 
 /// Seed of random tests: `SAPWOOD_SEED`, or the fixed one. Printed by every test that uses it.

@@ -69,11 +69,11 @@ impl Receiver {
         match self.regs.get_mut(&peer) {
             Some(reg) if reg.inc == inc => {
                 if !std::mem::replace(&mut reg.fencing, true) {
-                    self.actions.push_back(Action::Fence { peer, inc });
+                    self.actions.push_back(Action::Fence { peer, inc, attach: reg.attach });
                 }
             }
             // An earlier life: nothing of ours will be asked of it again.
-            _ => self.actions.push_back(Action::Fence { peer, inc }),
+            _ => self.actions.push_back(Action::Fence { peer, inc, attach: u32::MAX }),
         }
     }
 

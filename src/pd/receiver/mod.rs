@@ -109,6 +109,8 @@ pub enum Action {
         peer: PeerId,
         /// Incarnation.
         inc: Incarnation,
+        /// Attachments up to this one; a later one may be in use already.
+        attach: u32,
     },
 }
 
@@ -524,6 +526,12 @@ impl Receiver {
         }
     }
 
+    /// The grant of a room.
+    #[must_use]
+    pub fn serial_of(&self, key: RoomKey) -> Option<Serial> {
+        self.rooms.get(&key).and_then(|r| r.serial)
+    }
+
     /// Gives up a room. Its pages come back later, by [`Event::Released`].
     pub fn abort(&mut self, now: Time, key: RoomKey) -> Result<(), Refused> {
         self.rooms.get(&key).filter(|r| r.local.is_none()).ok_or(Refused::NoRoom)?;
@@ -562,6 +570,8 @@ impl Receiver {
                 Vote::Pending => {}
                 Vote::Done => self.conclude(now, key, Ok(())),
                 Vote::Failed => {
+                    // Also where it was not opened yet: the group will not vote on it again.
+                    self.tombs.insert(now, key, Reason::GroupFailed);
                     self.fail(now, key, Reason::GroupFailed);
                     self.conclude(now, key, Err(Reason::GroupFailed));
                 }

@@ -385,10 +385,15 @@ impl Receiver {
         let only_full = d.units() as usize == d.full.len() && d.full.iter().all(|&p| p < units);
         let Some(grant) = self.grants.get_mut(&serial) else { return Err((Refused::NoRoom, pages)) };
         let split = self.layout.split.size;
+        // The window list was granted for the old prefix; a gap that reaches into it cannot be topped up.
+        let (tokens, ps, window) =
+            (room.spec.prompt.tokens, self.layout.page_tokens, self.layout.window_tokens);
+        let first = |prefix| window_first_page(prefix, tokens, window, ps);
+        let window_stays = !self.layout.has(Component::Window) || first(from) == first(room.prefix);
         let fits = from < room.prefix
             && from.is_multiple_of(split)
             && d.full.len() as u32 * split == room.prefix - from;
-        if !only_full || !fits {
+        if !only_full || !fits || !window_stays {
             return Err((Refused::WrongPages, pages));
         }
         grant.pages.prepend(pages);

@@ -317,7 +317,11 @@ impl Sender {
         if from >= d.meta.prefix {
             return;
         }
-        let fits = pages.len() == plan.full_dst_pages(tokens, from) as usize
+        let first =
+            |prefix| window_first_page(prefix, tokens, self.layout.window_tokens, self.layout.page_tokens);
+        let window_stays = d.meta.window.is_empty() || first(from) == first(d.meta.prefix);
+        let fits = window_stays
+            && pages.len() == plan.full_dst_pages(tokens, from) as usize
             && pages.ends_with(&d.meta.full)
             && pages.iter().all(|&p| p < plan.dst_units(Component::Full));
         if !fits {

@@ -510,6 +510,8 @@ impl Sender {
                 Vote::Pending => {}
                 Vote::Done => self.report(now, key),
                 Vote::Failed => {
+                    // Also where it was not opened yet: the group will not vote on it again.
+                    self.tombs.insert(now, key, Reason::GroupFailed);
                     self.fail(now, key, Reason::GroupFailed);
                     if let Some(room) = self.rooms.get_mut(&key)
                         && room.local == Some(Ok(()))
