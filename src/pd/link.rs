@@ -2,8 +2,8 @@
 //!
 //! A peer is probed every [`LinkConfig::ping_us`] and is dead when nothing valid was heard from it for four
 //! intervals. After the first silent interval probes go out four times as often, so that a lossy network
-//! does not look like a dead peer. Any valid frame counts as a sign of life: a slow scheduler behind a live
-//! control thread is alive. A new incarnation behind an address is the death of the old one at once.
+//! does not look like a dead peer. Any valid frame that is newer than the last counts as a sign of life: a slow
+//! scheduler behind a live control thread is alive. A new incarnation behind an address is the death of the old one at once.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -90,6 +90,9 @@ pub(super) enum Heard {
 struct Peer {
     inc: Incarnation,
     retired: VecDeque<Incarnation>,
+    /// Highest sequence of this incarnation. Only newer frames are signs of life: one that was under way for
+    /// a minute, or comes a second time, says nothing about now.
+    newest: u64,
     heard: Time,
     probe_at: Time,
     alive: bool,
@@ -159,6 +162,7 @@ impl Link {
         let p = Peer {
             inc: Incarnation::UNKNOWN,
             retired: VecDeque::new(),
+            newest: 0,
             heard: now,
             probe_at: now,
             alive: true,
@@ -246,7 +250,7 @@ impl Link {
             self.stats.malformed += 1;
             return None;
         }
-        let heard = self.hear(now, peer, frame.head.from)?;
+        let heard = self.hear(now, peer, &frame.head)?;
         self.stats.received += 1;
         // A probe and a registration may be meant for our predecessor: the answer introduces us.
         let anyone = matches!(frame.body, Body::Ping { .. } | Body::Register(_));
@@ -266,18 +270,25 @@ impl Link {
         Some((frame, heard))
     }
 
-    fn hear(&mut self, now: Time, peer: PeerId, from: Incarnation) -> Option<Heard> {
+    fn hear(&mut self, now: Time, peer: PeerId, head: &Head) -> Option<Heard> {
+        let from = head.from;
         let p = self.peers.get_mut(&peer)?;
         if p.retired.contains(&from) {
             self.stats.stale += 1;
             return None;
         }
-        p.heard = p.heard.max(now);
         let old = std::mem::replace(&mut p.inc, from);
         if old == from {
+            if head.sequence <= p.newest {
+                return Some(Heard::Same);
+            }
+            p.newest = head.sequence;
+            p.heard = p.heard.max(now);
             let back = !std::mem::replace(&mut p.alive, true);
             return Some(if back { Heard::Back } else { Heard::Same });
         }
+        p.newest = head.sequence;
+        p.heard = p.heard.max(now);
         p.alive = true;
         if old == Incarnation::UNKNOWN {
             return Some(Heard::Back);

@@ -16,6 +16,7 @@
 //! `docs/PROTOCOL.md` has the protocol in words.
 
 pub mod agree;
+pub mod bootstrap;
 mod codec;
 mod crc;
 pub mod grant;
@@ -30,6 +31,7 @@ pub mod receiver;
 pub mod sender;
 #[cfg(feature = "sim")]
 pub mod sim;
+pub mod staging;
 mod tomb;
 pub mod topo;
 pub mod wire;

@@ -104,7 +104,7 @@ pub struct Head {
     pub from: Incarnation,
     /// Life of the receiver it is meant for.
     pub to: Incarnation,
-    /// Counts the frames of the sender. For logs and counters: no rule relies on order.
+    /// Counts the frames of the sender. Tells signs of life from echoes; no other rule relies on order.
     pub sequence: u64,
     /// Room and epoch; zero where the message is about a peer.
     pub key: RoomKey,

@@ -57,8 +57,8 @@ fn without_faults_every_room_arrives() {
         assert!(r.violations.is_empty(), "seed {s}: {:?}", r.violations);
         add(&mut sum, &r);
     }
-    // Rooms fail here only because later epochs of their number come soon, or for want of pages.
-    assert!(sum.arrived > sum.failed, "{sum:?}");
+    // Rooms fail here only for want of pages, on either side.
+    assert!(sum.arrived > 3 * sum.failed, "{sum:?}");
     assert_eq!(sum.quarantined, 0);
 }
 

@@ -3,7 +3,7 @@
 
 use super::memory::{Owner, pages, window_first};
 use super::nodes::{Machine, name};
-use super::{Ev, World};
+use super::{Ev, Faults, World};
 use crate::pd::grant::{Destination, Granted, Released};
 use crate::pd::ids::{RoomKey, Serial};
 use crate::pd::layout::Component;
@@ -89,7 +89,8 @@ impl World {
 
     fn new_request(&mut self) {
         if !self.calm {
-            let wait = self.rng.log(50_000, 2_000_000);
+            let lo = if self.o.faults == Faults::NONE { 1_000_000 } else { 50_000 };
+            let wait = self.rng.log(lo, 2_000_000);
             self.after(wait, Ev::Schedule(Step::NewRequest));
         } else {
             return;
@@ -101,7 +102,8 @@ impl World {
         let p_inst = ps[self.rng.below(ps.len() as u64) as usize];
         let d_inst = ds[self.rng.below(ds.len() as u64) as usize];
         // Few rooms, so that numbers are reused while their old lives still drain.
-        let room = self.rng.below(6);
+        let calm = self.o.faults == Faults::NONE;
+        let room = if calm { self.report.requests } else { self.rng.below(6) };
         let epoch = self.epochs.entry(room).or_insert(0);
         *epoch += 1;
         let key = RoomKey { room, epoch: *epoch };
@@ -115,13 +117,13 @@ impl World {
             format!("{key:?}: {tokens} tokens from instance {p_inst} to {d_inst}, prefix {prefix}")
         });
         let spread = self.rng.log(1_000, 3_000_000);
-        let never = self.rng.chance(3);
+        let never = !calm && self.rng.chance(3);
         for n in self.instances[p_inst].nodes.clone() {
             if never {
                 break;
             }
             // Now and then the prefill side queues for long, and opens after the other side has given up.
-            let late = if self.rng.chance(15) { self.rng.log(1_000_000, 12_000_000) } else { 0 };
+            let late = if !calm && self.rng.chance(15) { self.rng.log(1_000_000, 12_000_000) } else { 0 };
             let (life, wait) = (self.nodes[n].life, late + self.rng.below(spread));
             self.after(wait, Ev::Schedule(Step::PrefillOpen { n, life, key }));
         }
