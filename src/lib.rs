@@ -4,4 +4,14 @@
 
 pub mod backend;
 pub mod base;
+#[cfg(feature = "host")]
+pub mod engine;
+pub mod key;
+#[cfg(feature = "sim")]
+pub mod model;
 pub mod pd;
+pub mod pool;
+#[cfg(feature = "sim")]
+pub mod sim;
+pub mod tiers;
+pub mod tree;

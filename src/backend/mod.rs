@@ -1,4 +1,13 @@
 //! Floor 4: what touches memory, devices, files and sockets.
 
 #[cfg(feature = "host")]
+pub mod device;
+#[cfg(feature = "host")]
+pub mod host;
+pub mod identity;
+#[cfg(feature = "host")]
+pub mod probe;
+#[cfg(feature = "host")]
 pub mod region;
+#[cfg(feature = "host")]
+pub mod store;

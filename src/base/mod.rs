@@ -2,12 +2,17 @@
 
 pub mod containers;
 pub mod digest;
+pub mod fence;
+pub mod heap;
 pub mod ids;
 pub mod invariant;
 pub mod limits;
+pub mod slab;
+pub mod tag_table;
 pub mod time;
 
 pub use digest::Digest;
+pub use fence::Fence;
 pub use ids::{NamespaceId, NodeId, OpId, PageId, Tier};
 pub use invariant::Violation;
 pub use time::Time;

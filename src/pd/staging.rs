@@ -214,15 +214,17 @@ impl StageReceiver {
     pub fn abandon(&mut self, key: RoomKey, serial: Serial, proof: &Proof) -> usize {
         let _ = proof;
         let ids: Vec<ChunkId> = self.slots.range(chunks_of(key, serial)).map(|(id, _)| *id).collect();
-        ids.iter().for_each(|id| drop(self.scattered(*id)));
+        for id in &ids {
+            self.scattered(*id);
+        }
         self.close(key, serial);
         ids.len()
     }
 
     /// The room is over and took all of its chunks: what was remembered about them goes.
     pub fn close(&mut self, key: RoomKey, serial: Serial) {
-        let ids: Vec<ChunkId> = self.done.range(chunks_of(key, serial)).copied().collect();
-        ids.iter().for_each(|id| drop(self.done.remove(id)));
+        let range = chunks_of(key, serial);
+        self.done.retain(|id| !range.contains(id));
     }
 }
 

@@ -1,0 +1,166 @@
+//! Page-wise copies between host memories against one memcpy of the same bytes, and the cost of planning.
+//!
+//! `cargo bench --bench host_copy`. Every figure is the best of several rounds over memory larger than the
+//! caches, alternating with the memcpy that it is compared to; the table is in docs/performance/device.md.
+#![expect(unsafe_code, reason = "compares raw copies")]
+#![expect(clippy::unwrap_used, reason = "a benchmark stops where a step fails")]
+
+use std::hint::black_box;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use sapwood::backend::device::kernels::{PlaneAddress, Side};
+use sapwood::backend::device::plan::{CostModel, PlanOptions, PlanePlaces, Planner};
+use sapwood::backend::device::{CopyJob, CopyPart, Direction};
+use sapwood::backend::host::{CopyPool, Reuse, Run};
+use sapwood::backend::region::Region;
+use sapwood::base::{OpId, PageId};
+use sapwood::pool::{Geometry, Plane};
+
+const BYTES: usize = 1 << 30;
+const ROUNDS: usize = 7;
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % n as u64) as usize
+    }
+}
+
+fn shuffled(n: usize, random: &mut Random) -> Vec<usize> {
+    let mut all: Vec<usize> = (0..n).collect();
+    (1..n).for_each(|i| all.swap(i, random.below(i + 1)));
+    all
+}
+
+fn gb_per_s(time: Duration) -> f64 {
+    BYTES as f64 / time.as_secs_f64() / 1e9
+}
+
+fn copies() {
+    let (a, b) = (Region::anonymous(BYTES).unwrap(), Region::anonymous(BYTES).unwrap());
+    let (src, dst) = (a.base().as_ptr(), b.base().as_ptr());
+    // SAFETY: the regions are BYTES long and used by this thread only. Touches every page.
+    unsafe {
+        std::ptr::write_bytes(src, 1, BYTES);
+        std::ptr::write_bytes(dst, 2, BYTES);
+    }
+    println!("{:>9} {:>8} {:>9} {:>9} {:>9} {:>7}", "run", "threads", "memcpy", "plain", "stream", "best/mc");
+    for threads in [1, 2] {
+        let pool = CopyPool::new(threads).unwrap();
+        for run in [4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20] {
+            let n = BYTES / run;
+            let mut random = Random(7);
+            let (from, to) = (shuffled(n, &mut random), shuffled(n, &mut random));
+            let at = |(f, t): (&usize, &usize)| {
+                // SAFETY: inside the regions.
+                unsafe { Run { src: src.add(f * run), dst: dst.add(t * run), len: run } }
+            };
+            let runs: Vec<Run> = from.iter().zip(&to).map(at).collect();
+            let mut best = [Duration::MAX; 3];
+            for _ in 0..ROUNDS {
+                let start = Instant::now();
+                // SAFETY: as above; the peer: one memcpy of everything, by as many threads.
+                unsafe { one_memcpy(src, dst, threads) };
+                best[0] = best[0].min(start.elapsed());
+                for (i, reuse) in [Reuse::Soon, Reuse::Later].into_iter().enumerate() {
+                    let start = Instant::now();
+                    // SAFETY: as above; runs do not overlap.
+                    unsafe { pool.copy(&runs, reuse) };
+                    best[i + 1] = best[i + 1].min(start.elapsed());
+                }
+            }
+            let [memcpy, plain, stream] = best.map(gb_per_s);
+            println!(
+                "{:>8}K {threads:>8} {memcpy:>9.2} {plain:>9.2} {stream:>9.2} {:>7.2}",
+                run >> 10,
+                plain.max(stream) / memcpy
+            );
+        }
+    }
+}
+
+/// # Safety
+/// Both sides are BYTES long and used by nobody else.
+unsafe fn one_memcpy(src: *const u8, dst: *mut u8, threads: usize) {
+    let (src, dst) = (src as usize, dst as usize);
+    let share = BYTES / threads;
+    std::thread::scope(|scope| {
+        for t in 1..threads {
+            scope.spawn(move || {
+                let at = t * share;
+                // SAFETY: disjoint shares of the two sides.
+                unsafe {
+                    std::ptr::copy_nonoverlapping((src + at) as *const u8, (dst + at) as *mut u8, share)
+                };
+            });
+        }
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, share) };
+    });
+}
+
+fn planning() {
+    let g = Arc::new(Geometry::builder(64).plane(Plane::target(32, 1024)).build().unwrap());
+    let p = &g.planes()[0];
+    let side = |base: u64, page_step, layer_step, part_step| PlaneAddress {
+        side: Side { base, page_step, layer_step, part_step, table: 0 },
+        bases: None,
+    };
+    let n = 1u64 << 16;
+    let host = side(1 << 44, p.page_bytes(), p.layer_bytes(), p.part_bytes());
+    let layer_first = side(1 << 45, p.part_bytes(), n * p.layer_bytes(), n * p.part_bytes());
+    let page_first = side(1 << 45, p.page_bytes(), p.layer_bytes(), p.part_bytes());
+    let mut random = Random(9);
+    let pick = |random: &mut Random| -> Vec<PageId> {
+        shuffled(n as usize, random).into_iter().take(4096).map(|i| PageId(i as u32)).collect()
+    };
+    let scattered = (pick(&mut random), pick(&mut random));
+    let in_order: Vec<PageId> = (0..4096).map(PageId).collect();
+    let slow_engine = CostModel { link_bytes_per_us: 1, ..CostModel::PCIE5 };
+    let kernels = PlanOptions { to_host: slow_engine, slice_bytes: 1 << 40, ..PlanOptions::default() };
+    let rows = [
+        (
+            "scattered pages, whole pages by the engine",
+            page_first,
+            &scattered.0,
+            &scattered.1,
+            PlanOptions::default(),
+        ),
+        ("scattered pages, one kernel launch per list", layer_first, &scattered.0, &scattered.1, kernels),
+        ("pages in order, merged", page_first, &in_order, &in_order, PlanOptions::default()),
+    ];
+    println!("\nplanning 4,096 pages, one plane, best of 2,000:");
+    for (name, device, src, dst, options) in rows {
+        let places = [PlanePlaces { device, host, host_mapped: host }];
+        let parts = [CopyPart::full(src, dst)];
+        let job = CopyJob { op: OpId(1), direction: Direction::DeviceToHost, parts: &parts, by_layer: false };
+        let mut planner = Planner::new(options);
+        let mut best = Duration::MAX;
+        for _ in 0..2000 {
+            let start = Instant::now();
+            black_box(planner.plan(black_box(&job), &g, &places));
+            best = best.min(start.elapsed());
+        }
+        let plan = planner.plan_mut();
+        println!(
+            "  {:>6.2} us  {name}: {} steps, {} descriptors",
+            best.as_secs_f64() * 1e6,
+            plan.steps.len(),
+            plan.len.len()
+        );
+    }
+}
+
+fn main() {
+    // `cargo test --benches` passes --test: only see that it starts.
+    if std::env::args().any(|a| a == "--test") {
+        return;
+    }
+    planning();
+    copies();
+}

@@ -1,0 +1,13 @@
+//! Host memory: arenas of pages, the claims that guard them, and the copies between two arenas.
+
+mod arena;
+mod bulk;
+mod claim;
+mod copy;
+mod sum;
+
+pub use arena::{HostArena, MemoryError, Order, POISON_BYTE, PageRange};
+pub use bulk::{CopyPool, CopyPoolError, Reuse, Run, copy_means};
+pub use claim::{Access, PageClaim};
+pub(crate) use copy::copy_layers;
+pub use sum::page_sum;

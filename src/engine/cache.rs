@@ -1,0 +1,323 @@
+//! The facade: one object, one owner, no call that waits.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, Sender, unbounded};
+
+use super::builder::Builder;
+use super::executor::{BytesMoved, Executor};
+use super::request::Request;
+use crate::backend::host::HostArena;
+use crate::backend::store::Store;
+use crate::base::{Fence, NamespaceId, OpId, PageId, Tier, Time, Violation};
+use crate::key::{Namespace, NamespaceError};
+use crate::pool::Geometry;
+use crate::tiers::{
+    Alloc, Checkpoint, Core, CoreError, LoadBack, LoadState, MatchInfo, PageCounts, Prefetch, PrefetchState,
+    RequestId, Stats,
+};
+
+/// Why a call failed.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CacheError {
+    /// The core refused; the request keeps what it held.
+    #[error(transparent)]
+    Core(#[from] CoreError),
+    /// Under modelled delivery, an operation did not end although everything was done to end it.
+    #[error("{op:?} does not end")]
+    Stuck {
+        /// The operation.
+        op: OpId,
+    },
+}
+
+/// Why a request was not finished. It is given back, with everything it holds.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct FinishError {
+    /// What is wrong.
+    pub error: CacheError,
+    /// The request.
+    pub request: Request,
+}
+
+impl From<FinishError> for CacheError {
+    /// Drops, and so aborts, the request.
+    fn from(failed: FinishError) -> CacheError {
+        failed.error
+    }
+}
+
+/// A prefix cache: tree, pools, policies, and the executors that move the bytes.
+///
+/// The life of a request: [`request`](Self::request), [`match_prefix`](Self::match_prefix), perhaps
+/// [`prefetch`](Self::prefetch) and another match when it has ended, [`load_back`](Self::load_back),
+/// [`alloc`](Self::alloc), compute, [`checkpoint`](Self::checkpoint) as often as wanted,
+/// [`finish`](Self::finish). Call [`tick`](Self::tick) once per scheduler step.
+#[derive(Debug)]
+pub struct PrefixCache {
+    geometry: Arc<Geometry>,
+    arena: Arc<HostArena>,
+    core: Core,
+    executor: Executor,
+    dropped: Receiver<RequestId>,
+    drops: Sender<RequestId>,
+    now: Time,
+}
+
+impl PrefixCache {
+    /// Starts putting a cache together.
+    pub fn builder(geometry: Arc<Geometry>) -> Builder {
+        Builder::new(geometry)
+    }
+
+    pub(super) fn assemble(
+        geometry: Arc<Geometry>,
+        arena: Arc<HostArena>,
+        core: Core,
+        executor: Executor,
+    ) -> Self {
+        let (drops, dropped) = unbounded();
+        PrefixCache { geometry, arena, core, executor, dropped, drops, now: Time::ZERO }
+    }
+
+    /// Interns a namespace. Equal fields give equal ids.
+    pub fn namespace(&mut self, namespace: &Namespace) -> Result<NamespaceId, NamespaceError> {
+        let id = self.core.namespace(namespace)?;
+        let seed = self.core.tree().namespaces().seed(id);
+        self.executor.learn(id, seed);
+        Ok(id)
+    }
+
+    /// Opens a request. It holds nothing until it matches or allocates.
+    pub fn request(&mut self, namespace: NamespaceId) -> Request {
+        let seed = self.core.tree().namespaces().seed(namespace);
+        self.executor.learn(namespace, seed);
+        Request::new(self.core.request(namespace), self.drops.clone())
+    }
+
+    /// See [`Core::match_prefix`].
+    pub fn match_prefix(&mut self, request: &mut Request, tokens: &[u32]) -> Result<MatchInfo, CacheError> {
+        self.take_drops();
+        let found = self.core.match_prefix(request.id(), tokens);
+        self.run_actions(self.now);
+        Ok(found?)
+    }
+
+    /// See [`Core::prefetch`].
+    pub fn prefetch(&mut self, request: &mut Request, tokens: &[u32]) -> Result<Prefetch, CacheError> {
+        let started = self.core.prefetch(request.id(), tokens);
+        self.run_actions(self.now);
+        Ok(started?)
+    }
+
+    /// See [`Core::poll_prefetch`].
+    pub fn poll_prefetch(&mut self, request: &mut Request) -> Result<PrefetchState, CacheError> {
+        self.take_events(self.now)?;
+        let state = self.core.poll_prefetch(request.id());
+        self.run_actions(self.now);
+        Ok(state?)
+    }
+
+    /// See [`Core::prefetch_deadline`].
+    #[must_use]
+    pub fn prefetch_deadline(&self, request: &Request) -> Option<Time> {
+        self.core.prefetch_deadline(request.id())
+    }
+
+    /// See [`Core::load_back`].
+    pub fn load_back(&mut self, request: &mut Request) -> Result<LoadBack, CacheError> {
+        self.take_events(self.now)?;
+        let started = self.core.load_back(request.id());
+        self.run_actions(self.now);
+        Ok(started?)
+    }
+
+    /// See [`Core::load_state`]. Takes in what has ended first.
+    pub fn load_state(&mut self, request: &Request) -> Result<LoadState, CacheError> {
+        self.take_events(self.now)?;
+        Ok(self.core.load_state(request.id())?)
+    }
+
+    /// See [`Core::alloc`]. Takes in what has ended first, so that a scheduler that only decodes can not starve.
+    pub fn alloc(&mut self, request: &mut Request, pages: u32) -> Result<Alloc, CacheError> {
+        self.take_events(self.now)?;
+        let granted = self.core.alloc(request.id(), pages);
+        self.run_actions(self.now);
+        Ok(granted?)
+    }
+
+    /// The page table of a request; see [`Core::pages`].
+    pub fn pages(&self, request: &Request) -> Result<&[PageId], CacheError> {
+        Ok(self.core.pages(request.id())?)
+    }
+
+    /// See [`Core::checkpoint`].
+    pub fn checkpoint(
+        &mut self,
+        request: &mut Request,
+        tokens: &[u32],
+        last_use: Fence,
+    ) -> Result<Checkpoint, CacheError> {
+        self.take_events(self.now)?;
+        let published = self.core.checkpoint(request.id(), tokens, last_use);
+        self.run_actions(self.now);
+        Ok(published?)
+    }
+
+    /// See [`Core::finish`]. On failure the request comes back with the error.
+    pub fn finish(
+        &mut self,
+        request: Request,
+        tokens: &[u32],
+        last_use: Fence,
+    ) -> Result<Checkpoint, FinishError> {
+        let published = self
+            .take_events(self.now)
+            .and_then(|()| self.core.finish(request.id(), tokens, last_use).map_err(CacheError::from));
+        self.run_actions(self.now);
+        match published {
+            Ok(published) => {
+                request.disarm();
+                Ok(published)
+            }
+            Err(error) => Err(FinishError { error, request }),
+        }
+    }
+
+    /// See [`Core::abort`]. Dropping the request does the same at the next call.
+    pub fn abort(&mut self, request: Request, last_use: Fence) -> Result<(), CacheError> {
+        let aborted = self.core.abort(request.disarm(), last_use);
+        self.run_actions(self.now);
+        Ok(aborted?)
+    }
+
+    /// Tells the time, takes in what has ended and starts what that allows. Time must not go back.
+    pub fn tick(&mut self, now: Time) -> Result<(), CacheError> {
+        let now = now.max(self.now);
+        self.take_events(now)?;
+        self.now = now;
+        self.core.tick(now);
+        self.run_actions(now);
+        Ok(())
+    }
+
+    /// When a [`tick`](Self::tick) will find something although the scheduler does nothing: the next modelled
+    /// completion or retry. Under [`Delivery::AsCompleted`](super::Delivery::AsCompleted) completions are not
+    /// known ahead; use the waker.
+    #[must_use]
+    pub fn next_due(&self) -> Option<Time> {
+        match (self.executor.next_due(), self.core.next_timeout()) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
+    }
+
+    fn take_drops(&mut self) {
+        while let Ok(id) = self.dropped.try_recv() {
+            // What was launched for the request may still run: its pages come back behind all of it.
+            let launched = self.executor.launched();
+            if let Err(error) = self.core.abort(id, launched) {
+                tracing::error!(%error, "sapwood: a dropped request is unknown");
+            }
+        }
+    }
+
+    /// Feeds the core what has ended by `now`, each event at its own moment.
+    fn take_events(&mut self, now: Time) -> Result<(), CacheError> {
+        self.take_drops();
+        self.run_actions(self.now);
+        loop {
+            let next = self.executor.next_event(now).map_err(|stuck| CacheError::Stuck { op: stuck.op })?;
+            let Some((at, event)) = next else { return Ok(()) };
+            let op = event.op();
+            self.core.tick(at);
+            self.core.handle(event);
+            if !self.core.is_in_flight(op) {
+                self.executor.forget(op);
+            }
+            self.run_actions(at);
+        }
+    }
+
+    fn run_actions(&mut self, now: Time) {
+        while self.core.has_actions() {
+            for action in self.core.take_actions() {
+                self.executor.start(action, now);
+            }
+        }
+    }
+
+    /// Counters of the core.
+    #[must_use]
+    pub fn stats(&self) -> &Stats {
+        self.core.stats()
+    }
+
+    /// Bytes moved, per direction.
+    #[must_use]
+    pub fn bytes_moved(&self) -> BytesMoved {
+        self.executor.bytes()
+    }
+
+    /// Copies that the device refused or failed.
+    #[must_use]
+    pub fn device_faults(&self) -> u64 {
+        self.executor.device_faults()
+    }
+
+    /// Digest of every decision so far.
+    #[must_use]
+    pub fn digest(&self) -> u64 {
+        self.core.digest()
+    }
+
+    /// Who owns the pages of a tier. O(pages).
+    #[must_use]
+    pub fn page_counts(&self, tier: Tier) -> PageCounts {
+        self.core.page_counts(tier)
+    }
+
+    /// Every broken rule; empty is healthy. O(everything).
+    #[must_use]
+    pub fn sanity(&self) -> Vec<Violation> {
+        self.core.sanity()
+    }
+
+    /// The core, read-only.
+    #[must_use]
+    pub fn core(&self) -> &Core {
+        &self.core
+    }
+
+    /// The geometry of the pages.
+    #[must_use]
+    pub fn geometry(&self) -> &Arc<Geometry> {
+        &self.geometry
+    }
+
+    /// The host tier's memory.
+    #[must_use]
+    pub fn host_memory(&self) -> &Arc<HostArena> {
+        &self.arena
+    }
+
+    /// The store.
+    #[must_use]
+    pub fn store(&self) -> Option<&Arc<dyn Store>> {
+        self.executor.lane().map(super::lane::StoreLane::store)
+    }
+
+    /// Whether nothing is in flight and nothing waits to be written to the store.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.core.operations() == 0 && self.core.store_is_idle() && self.dropped.is_empty()
+    }
+
+    /// Waits, up to `wait_max`, until copies in flight have ended, and takes no more. Returns how many have not.
+    pub fn close(&mut self, wait_max: Duration) -> u32 {
+        self.executor.close(wait_max)
+    }
+}

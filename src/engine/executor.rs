@@ -1,0 +1,383 @@
+//! Carries out actions and brings back events. Decides nothing.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+
+use super::delivery::{Delivery, Lane, Moment, Schedule};
+use super::lane::StoreLane;
+use crate::backend::device::{Completion, CopyJob, CopyPart, Device, Direction, Outcome, Submit, Transfer};
+use crate::base::containers::Map;
+use crate::base::{Fence, NamespaceId, OpId, PageId, Time};
+use crate::tiers::{Action, EndKey, Event, PageOutcome, PagePair};
+
+/// How long a modelled delivery waits for the real copy before it calls the executor stuck.
+const STUCK_AFTER: Duration = Duration::from_secs(120);
+
+/// Wakes the thread that waits for completions, and the embedder's.
+#[derive(Clone)]
+pub(super) struct Bell {
+    ring: Sender<()>,
+    hook: Option<Arc<dyn Fn() + Send + Sync>>,
+}
+
+impl std::fmt::Debug for Bell {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Bell")
+    }
+}
+
+impl Bell {
+    pub(super) fn new(hook: Option<Arc<dyn Fn() + Send + Sync>>) -> (Bell, Receiver<()>) {
+        let (ring, heard) = bounded(1);
+        (Bell { ring, hook }, heard)
+    }
+
+    pub(super) fn ring(&self) {
+        // A full channel means that it rings already.
+        let _ = self.ring.try_send(());
+        if let Some(hook) = &self.hook {
+            hook();
+        }
+    }
+}
+
+/// Bytes moved so far, per direction.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct BytesMoved {
+    /// Device to host.
+    pub d2h: u64,
+    /// Host to device.
+    pub h2d: u64,
+    /// Written to the store.
+    pub store_put: u64,
+    /// Read from the store.
+    pub store_get: u64,
+}
+
+/// A copy that the device did not take yet.
+#[derive(Debug)]
+struct Copy {
+    op: OpId,
+    direction: Direction,
+    sources: Vec<PageId>,
+    targets: Vec<PageId>,
+    after: Fence,
+}
+
+/// A copy the device runs.
+#[derive(Debug)]
+struct InFlight {
+    transfer: Transfer,
+    layers_told: u32,
+}
+
+pub(super) struct Executor {
+    device: Box<dyn Device>,
+    lane: Option<StoreLane>,
+    page_bytes: u64,
+    layers: u32,
+    waiting: [VecDeque<Copy>; 2],
+    copies: BTreeMap<OpId, InFlight>,
+    schedule: Option<Schedule>,
+    /// Real ends that wait for their moment (modelled delivery).
+    arrived: Map<EndKey, Event>,
+    /// Events to hand out next.
+    ready: VecDeque<Event>,
+    completions: Vec<Completion>,
+    /// Pages of each store batch, to count bytes by.
+    heard: Receiver<()>,
+    bytes: BytesMoved,
+    device_faults: u64,
+}
+
+impl std::fmt::Debug for Executor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Executor")
+            .field("copies", &self.copies)
+            .field("lane", &self.lane)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The real end of an operation did not come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Stuck {
+    pub(super) op: OpId,
+}
+
+impl Executor {
+    pub(super) fn new(
+        device: Box<dyn Device>,
+        lane: Option<StoreLane>,
+        page_bytes: u64,
+        layers: u32,
+        delivery: Delivery,
+        heard: Receiver<()>,
+    ) -> Self {
+        Executor {
+            device,
+            lane,
+            page_bytes,
+            layers,
+            waiting: [VecDeque::new(), VecDeque::new()],
+            copies: BTreeMap::new(),
+            schedule: match delivery {
+                Delivery::AsCompleted => None,
+                Delivery::Modelled(model) => Some(Schedule::new(model)),
+            },
+            arrived: Map::default(),
+            ready: VecDeque::new(),
+            completions: Vec::new(),
+            heard,
+            bytes: BytesMoved::default(),
+            device_faults: 0,
+        }
+    }
+
+    pub(super) fn bytes(&self) -> BytesMoved {
+        self.bytes
+    }
+
+    pub(super) fn device_faults(&self) -> u64 {
+        self.device_faults
+    }
+
+    pub(super) fn lane(&self) -> Option<&StoreLane> {
+        self.lane.as_ref()
+    }
+
+    /// The fence behind all computation launched so far.
+    pub(super) fn launched(&self) -> Fence {
+        self.device.launched()
+    }
+
+    pub(super) fn learn(&mut self, namespace: NamespaceId, seed: Option<[u8; 32]>) {
+        if let Some(lane) = &mut self.lane {
+            lane.learn(namespace, seed);
+        }
+    }
+
+    /// Starts an action at time `now`. Never blocks.
+    pub(super) fn start(&mut self, action: Action, now: Time) {
+        self.schedule_action(&action, now);
+        match action {
+            Action::CopyToHost { op, pairs, after } => self.copy(op, Direction::DeviceToHost, &pairs, after),
+            Action::CopyToDevice { op, pairs, after } => {
+                self.copy(op, Direction::HostToDevice, &pairs, after)
+            }
+            Action::StoreQuery { op, namespace, hashes } => match &mut self.lane {
+                Some(lane) => lane.query(op, namespace, hashes),
+                None => self.ended(Event::Queried { op, present: None }),
+            },
+            Action::StoreGet { op, namespace, batch, items } => match &mut self.lane {
+                Some(lane) => lane.get(op, namespace, batch, items),
+                None => self.ended(Event::Got { op, batch, outcomes: Vec::new() }),
+            },
+            Action::StorePut { op, namespace, batch, items } => match &mut self.lane {
+                Some(lane) => lane.put(op, namespace, batch, items),
+                None => self.ended(Event::Put { op, batch, outcomes: Vec::new() }),
+            },
+            Action::StoreCancel { op } => {
+                // Under modelled delivery a call must not end by when the cancel happened to reach it.
+                if self.schedule.is_none()
+                    && let Some(lane) = &mut self.lane
+                {
+                    lane.cancel(op);
+                }
+            }
+        }
+    }
+
+    fn schedule_action(&mut self, action: &Action, now: Time) {
+        let Some(schedule) = &mut self.schedule else { return };
+        let bytes = |pages: usize| self.page_bytes * pages as u64;
+        match action {
+            Action::CopyToHost { op, pairs, .. } => {
+                schedule.issue(now, Lane::ToHost, bytes(pairs.len()), EndKey::Copy(*op), 1);
+            }
+            Action::CopyToDevice { op, pairs, .. } => {
+                schedule.issue(now, Lane::ToDevice, bytes(pairs.len()), EndKey::Copy(*op), self.layers);
+            }
+            Action::StoreQuery { op, .. } => schedule.issue(now, Lane::Get, 0, EndKey::Query(*op), 1),
+            Action::StoreGet { op, batch, items, .. } => {
+                schedule.issue(now, Lane::Get, bytes(items.len()), EndKey::Get(*op, *batch), 1);
+            }
+            Action::StorePut { op, batch, items, .. } => {
+                schedule.issue(now, Lane::Put, bytes(items.len()), EndKey::Put(*op, *batch), 1);
+            }
+            Action::StoreCancel { .. } => {}
+        }
+    }
+
+    fn copy(&mut self, op: OpId, direction: Direction, pairs: &[PagePair], after: Fence) {
+        let copy = Copy {
+            op,
+            direction,
+            sources: pairs.iter().map(|p| p.source).collect(),
+            targets: pairs.iter().map(|p| p.target).collect(),
+            after,
+        };
+        self.waiting[queue_of(direction)].push_back(copy);
+        self.submit_waiting();
+    }
+
+    /// Submits what the device takes, in order per direction.
+    fn submit_waiting(&mut self) {
+        for queue in 0..self.waiting.len() {
+            while let Some(copy) = self.waiting[queue].front() {
+                let parts = [CopyPart::full(&copy.sources, &copy.targets)];
+                let by_layer = copy.direction == Direction::HostToDevice;
+                let job = CopyJob { op: copy.op, direction: copy.direction, parts: &parts, by_layer };
+                let op = copy.op;
+                match self.device.submit(&job, copy.after) {
+                    Ok(Submit::Refused(_)) => break,
+                    Ok(Submit::Started(transfer)) => {
+                        self.copies.insert(op, InFlight { transfer, layers_told: 0 });
+                    }
+                    // Not taken, so the pages were not touched.
+                    Err(error) => {
+                        tracing::error!(%error, ?op, "sapwood: the device refused a copy");
+                        self.device_faults += 1;
+                        self.ended(Event::Copied { op, ok: false });
+                    }
+                }
+                self.waiting[queue].pop_front();
+            }
+        }
+    }
+
+    /// Takes in what really happened.
+    fn collect(&mut self) {
+        let mut completions = std::mem::take(&mut self.completions);
+        if let Err(error) = self.device.poll(&mut completions) {
+            tracing::error!(%error, "sapwood: polling the device failed");
+            self.device_faults += 1;
+        }
+        for completion in completions.drain(..) {
+            self.copy_completed(completion);
+        }
+        self.completions = completions;
+        self.submit_waiting();
+        let mut ended = Vec::new();
+        if let Some(lane) = &mut self.lane {
+            lane.drain(|event| ended.push(event));
+        }
+        ended.into_iter().for_each(|event| self.ended(event));
+        if self.schedule.is_none() {
+            self.tell_layers();
+        }
+    }
+
+    fn copy_completed(&mut self, completion: Completion) {
+        self.copies.remove(&completion.op);
+        let ok = match completion.outcome {
+            Outcome::Done => {
+                match completion.direction {
+                    Direction::DeviceToHost => self.bytes.d2h += completion.bytes,
+                    Direction::HostToDevice => self.bytes.h2d += completion.bytes,
+                    Direction::DeviceToDevice => {}
+                }
+                true
+            }
+            Outcome::Failed(fault) => {
+                self.device_faults += 1;
+                if !fault.quiescent {
+                    // The end of the copy is not proved: the operation keeps its pages, for good.
+                    tracing::error!(op = ?completion.op, "sapwood: a copy can not be proved to have ended");
+                    return;
+                }
+                false
+            }
+        };
+        self.ended(Event::Copied { op: completion.op, ok });
+    }
+
+    /// Progress of loads, as far as it is new.
+    fn tell_layers(&mut self) {
+        for (&op, copy) in &mut self.copies {
+            let layers = copy.transfer.layers_ready();
+            if layers > copy.layers_told {
+                copy.layers_told = layers;
+                self.ready.push_back(Event::LayerCopied { op, layers });
+            }
+        }
+    }
+
+    fn ended(&mut self, event: Event) {
+        let moved = |outcomes: &[PageOutcome]| {
+            outcomes.iter().filter(|o| **o == PageOutcome::Done).count() as u64 * self.page_bytes
+        };
+        match &event {
+            Event::Got { outcomes, .. } => self.bytes.store_get += moved(outcomes),
+            Event::Put { outcomes, .. } => self.bytes.store_put += moved(outcomes),
+            _ => {}
+        }
+        match (&self.schedule, event.end_key()) {
+            (Some(_), Some(key)) => {
+                self.arrived.insert(key, event);
+            }
+            _ => self.ready.push_back(event),
+        }
+    }
+
+    /// The next event by `now`, with its moment. Under modelled delivery this may wait for a real copy.
+    pub(super) fn next_event(&mut self, now: Time) -> Result<Option<(Time, Event)>, Stuck> {
+        if self.schedule.is_none() {
+            if self.ready.is_empty() {
+                self.collect();
+            }
+            return Ok(self.ready.pop_front().map(|event| (now, event)));
+        }
+        let Some((at, moment)) = self.schedule.as_mut().and_then(|s| s.pop_due(now)) else { return Ok(None) };
+        match moment {
+            Moment::Layers { op, layers } => {
+                self.wait_for(EndKey::Copy(op))?;
+                Ok(Some((at, Event::LayerCopied { op, layers })))
+            }
+            Moment::End(key) => {
+                self.wait_for(key)?;
+                Ok(self.arrived.remove(&key).map(|event| (at, event)))
+            }
+        }
+    }
+
+    /// When the next event is due; `None` under real delivery.
+    pub(super) fn next_due(&self) -> Option<Time> {
+        self.schedule.as_ref().and_then(Schedule::next_due)
+    }
+
+    fn wait_for(&mut self, key: EndKey) -> Result<(), Stuck> {
+        let until = Instant::now() + STUCK_AFTER;
+        loop {
+            self.collect();
+            if self.arrived.contains_key(&key) {
+                return Ok(());
+            }
+            if Instant::now() >= until {
+                let (EndKey::Copy(op) | EndKey::Query(op) | EndKey::Get(op, _) | EndKey::Put(op, _)) = key;
+                return Err(Stuck { op });
+            }
+            // The bell ends the wait early; the time-out only covers a device without one.
+            let _ = self.heard.recv_timeout(Duration::from_millis(1));
+        }
+    }
+
+    /// An operation has ended for the core.
+    pub(super) fn forget(&mut self, op: OpId) {
+        if let Some(lane) = &mut self.lane {
+            lane.forget(op);
+        }
+    }
+
+    /// Waits up to `wait_max` for the device; see [`Device::close`].
+    pub(super) fn close(&mut self, wait_max: Duration) -> u32 {
+        self.device.close(wait_max).unfinished
+    }
+}
+
+fn queue_of(direction: Direction) -> usize {
+    usize::from(direction == Direction::HostToDevice)
+}

@@ -1,0 +1,18 @@
+//! Floor 5: the cache as a scheduler sees it. [`PrefixCache`] is a [`Core`](crate::tiers::Core) with executors.
+//!
+//! One thread owns the cache and calls it. Nothing it calls waits for a device, a disk or a socket: copies run on
+//! the device's queues, store calls on worker threads, and what has ended is taken in by [`PrefixCache::tick`] and
+//! by every call that allocates.
+
+mod builder;
+mod cache;
+mod delivery;
+mod executor;
+mod lane;
+mod request;
+
+pub use builder::{BuildError, Builder, ModelIdentity};
+pub use cache::{CacheError, FinishError, PrefixCache};
+pub use delivery::{CostModel, Delivery};
+pub use executor::BytesMoved;
+pub use request::Request;

@@ -1,0 +1,413 @@
+//! A seeded world: ranks with their own devices and stores, requests that arrive, grow and vanish, and completions in
+//! any legal order, with faults.
+//!
+//! Every rank gets the same calls; what differs is when and how its work ends. The ends go through [`Votes`], so all
+//! cores are fed alike and must decide alike: their digests are compared after every step. Each rank's rig checks
+//! sanity, conservation and stamps on its own. One line per step says what happened, so that a failing seed reads
+//! like a story.
+
+use std::fmt::Write as _;
+
+use super::rig::{Call, Rig};
+use super::rng::Rng;
+use crate::base::{NamespaceId, Time};
+use crate::tiers::{
+    Alloc, CoreConfig, CoreError, LoadBack, LoadState, PageOutcome, Prefetch, PrefetchState, RequestId, Votes,
+};
+
+/// How unkind the world is, in percent of the occasions.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Weather {
+    /// Copies between device and host that fail.
+    pub copy_fails: usize,
+    /// Store calls that fail as a whole.
+    pub call_fails: usize,
+    /// Pages of a store batch that go wrong on their own.
+    pub page_fails: usize,
+    /// Steps in which a store loses a page by its own choice.
+    pub store_forgets: usize,
+    /// Requests that vanish in any state.
+    pub aborts: usize,
+}
+
+impl Weather {
+    /// Nothing fails.
+    pub const FAIR: Weather =
+        Weather { copy_fails: 0, call_fails: 0, page_fails: 0, store_forgets: 0, aborts: 5 };
+    /// Everything fails now and then.
+    pub const FOUL: Weather =
+        Weather { copy_fails: 10, call_fails: 10, page_fails: 10, store_forgets: 3, aborts: 10 };
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Phase {
+    /// Waits for its prefetch, then for admission.
+    Waiting,
+    /// Computes; so many tokens are done.
+    Running { done: usize },
+}
+
+#[derive(Clone, Debug)]
+struct Live {
+    id: RequestId,
+    namespace: NamespaceId,
+    tokens: Vec<u32>,
+    phase: Phase,
+}
+
+/// The world. Methods panic when a rule is broken, with the story so far.
+#[derive(Debug)]
+pub struct World {
+    ranks: Vec<Rig>,
+    votes: Votes,
+    rng: Rng,
+    weather: Weather,
+    page_size: usize,
+    namespaces: Vec<NamespaceId>,
+    live: Vec<Live>,
+    /// Prompts to come back to.
+    history: Vec<(NamespaceId, Vec<u32>)>,
+    now: Time,
+    story: String,
+    steps: u64,
+}
+
+/// What a run of the world saw.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Report {
+    /// Steps taken.
+    pub steps: u64,
+    /// Digest of all decisions.
+    pub digest: u64,
+    /// Tokens matched on device and host.
+    pub matched_tokens: u64,
+    /// Pages loaded back.
+    pub loaded_pages: u64,
+    /// Tokens that prefetches brought.
+    pub prefetched_tokens: u64,
+    /// Pages written to the store.
+    pub stored_pages: u64,
+}
+
+const STORY_BYTES_MAX: usize = 1 << 16;
+
+impl World {
+    /// `ranks` cores of one configuration.
+    ///
+    /// # Panics
+    /// If the configuration is refused.
+    #[must_use]
+    pub fn new(seed: u64, ranks: u32, config: CoreConfig, weather: Weather) -> World {
+        let mut ranks: Vec<Rig> = (0..ranks.max(1)).map(|_| Rig::new(config)).collect();
+        ranks[0].core.start_log();
+        let mut namespaces = vec![NamespaceId::DEFAULT];
+        for rig in &mut ranks {
+            namespaces.truncate(1);
+            namespaces.push(rig.namespace("tenant"));
+        }
+        World {
+            votes: Votes::new(ranks.len() as u32),
+            ranks,
+            rng: Rng::new(seed),
+            weather,
+            page_size: config.page_size as usize,
+            namespaces,
+            live: Vec::new(),
+            history: Vec::new(),
+            now: Time::ZERO,
+            story: format!("seed {seed}, {config:?}, {weather:?}\n"),
+            steps: 0,
+        }
+    }
+
+    /// Takes `steps` random steps, then lets everything end and checks that nothing is held.
+    ///
+    /// # Panics
+    /// If a rule is broken.
+    pub fn run(mut self, steps: u64) -> Report {
+        let guard = StoryOnPanic;
+        for _ in 0..steps {
+            self.step();
+        }
+        self.settle_down();
+        let log = self.ranks[0].core.log().expect("rank 0 records");
+        let text = log.to_string();
+        assert_eq!(text.parse().as_ref(), Ok(&log), "the log survives its text");
+        let again = log.replay(false).expect("the log of a healthy core is healthy");
+        assert_eq!(again.digest(), self.ranks[0].core.digest(), "the log tells the whole story");
+        std::mem::forget(guard);
+        let stats = self.ranks[0].core.stats();
+        Report {
+            steps: self.steps,
+            digest: self.ranks[0].core.digest(),
+            matched_tokens: stats.matched_device_tokens + stats.matched_host_tokens,
+            loaded_pages: stats.loaded_pages,
+            prefetched_tokens: stats.prefetch_loaded_tokens,
+            stored_pages: stats.store_put_pages,
+        }
+    }
+
+    /// One random step.
+    pub fn step(&mut self) {
+        self.steps += 1;
+        match self.rng.below(100) {
+            0..15 if self.live.len() < 6 => self.arrive(),
+            0..45 => self.advance(),
+            45..90 => self.end_something(),
+            90..95 => self.pass_time(),
+            _ => self.world_acts(),
+        }
+        self.compare();
+    }
+
+    fn say(&mut self, line: std::fmt::Arguments<'_>) {
+        if self.story.len() < STORY_BYTES_MAX {
+            let _ = writeln!(self.story, "{:>6} {:>10} {line}", self.steps, self.now.0);
+        }
+        STORY.with_borrow_mut(|story| story.clone_from(&self.story));
+    }
+
+    /// The same call on every rank; answers must be equal.
+    fn all<T: PartialEq + std::fmt::Debug>(&mut self, mut call: impl FnMut(&mut Rig) -> T) -> T {
+        let first = call(&mut self.ranks[0]);
+        for rig in &mut self.ranks[1..] {
+            assert_eq!(call(rig), first, "ranks answer differently");
+        }
+        first
+    }
+
+    /// All ranks have taken the same decisions.
+    fn compare(&self) {
+        let first = self.ranks[0].core.digest();
+        for (rank, rig) in self.ranks.iter().enumerate() {
+            assert_eq!(rig.core.digest(), first, "rank {rank} diverged");
+        }
+    }
+
+    /// A new request: a continuation, a branch, or something new, over few distinct pages so that paths meet.
+    fn arrive(&mut self) {
+        let (namespace, mut tokens) = if self.history.is_empty() || self.rng.chance(25) {
+            (self.namespaces[self.rng.below(self.namespaces.len())], Vec::new())
+        } else {
+            self.history[self.rng.below(self.history.len())].clone()
+        };
+        if self.rng.chance(40) {
+            let keep = self.rng.below(tokens.len() / self.page_size + 1) * self.page_size;
+            tokens.truncate(keep);
+        }
+        for _ in 0..1 + self.rng.below(4) {
+            let letter = self.rng.below(3) as u32;
+            tokens.extend((0..self.page_size as u32).map(|i| letter * 64 + i));
+        }
+        tokens.truncate(self.page_size * 7);
+        tokens.extend((0..self.rng.below(self.page_size) as u32).map(|i| 900 + i));
+        let id = self.all(|rig| rig.core.request(namespace));
+        let started = self.all(|rig| rig.prefetch(id, &tokens));
+        let looks = matches!(started, Ok(Prefetch::Started { .. }));
+        self.say(format_args!("arrive {id:?} {namespace:?} {} tokens, prefetch {looks}", tokens.len()));
+        self.history.push((namespace, tokens.clone()));
+        if self.history.len() > 12 {
+            self.history.remove(0);
+        }
+        self.live.push(Live { id, namespace, tokens, phase: Phase::Waiting });
+    }
+
+    fn advance(&mut self) {
+        if self.live.is_empty() {
+            return;
+        }
+        let at = self.rng.below(self.live.len());
+        if self.rng.chance(self.weather.aborts) {
+            return self.vanish(at);
+        }
+        match self.live[at].phase {
+            Phase::Waiting => self.admit(at),
+            Phase::Running { done } => self.compute(at, done),
+        }
+    }
+
+    fn vanish(&mut self, at: usize) {
+        let live = self.live.swap_remove(at);
+        let gone = self.all(|rig| rig.abort(live.id));
+        assert_eq!(gone, Ok(()));
+        self.say(format_args!("abort {:?} in {:?}", live.id, live.phase));
+    }
+
+    fn admit(&mut self, at: usize) {
+        let Live { id, tokens, .. } = self.live[at].clone();
+        let state = self.all(|rig| rig.poll_prefetch(id));
+        if state == Ok(PrefetchState::Pending) && self.rng.chance(90) {
+            return;
+        }
+        let head = &tokens[..tokens.len() - 1];
+        let found = self.all(|rig| rig.match_prefix(id, head));
+        let found = found.expect("a waiting request owns nothing");
+        let load = self.all(|rig| rig.load_back(id)).expect("a fresh match");
+        self.say(format_args!(
+            "admit {id:?}: {} device, {} host tokens, {load:?}",
+            found.device_tokens, found.host_tokens
+        ));
+        let mut done = found.device_tokens as usize;
+        if let LoadBack::Started { tokens } = load {
+            done += tokens as usize;
+        }
+        self.live[at].phase = Phase::Running { done };
+    }
+
+    fn compute(&mut self, at: usize, done: usize) {
+        let Live { id, namespace, tokens, .. } = self.live[at].clone();
+        match self.all(|rig| rig.core.load_state(id)).expect("a live request") {
+            LoadState::Pending { .. } if self.rng.chance(80) => return,
+            LoadState::Failed => {
+                self.say(format_args!("{id:?} starts over"));
+                self.live[at].phase = Phase::Waiting;
+                return;
+            }
+            _ => {}
+        }
+        if done >= tokens.len() {
+            return self.finish(at);
+        }
+        let chunk = (1 + self.rng.below(3)) * self.page_size;
+        let end = (done / self.page_size * self.page_size + chunk).min(tokens.len());
+        let have = self.ranks[0].core.pages(id).expect("a live request").len();
+        let want = end.div_ceil(self.page_size).saturating_sub(have);
+        let granted = self.all(|rig| rig.alloc(id, want as u32)).expect("a live request");
+        if granted != Alloc::Granted {
+            self.say(format_args!("{id:?} waits for {want} pages"));
+            // Somebody has to give way, or all wait for each other.
+            if self.rng.chance(30) {
+                self.vanish(at);
+            }
+            return;
+        }
+        for rig in &mut self.ranks {
+            rig.compute(id, &tokens[..end], namespace);
+        }
+        let published = self.all(|rig| rig.checkpoint(id, &tokens[..end]));
+        self.say(format_args!("compute {id:?} to {end}: {published:?}"));
+        if published == Err(CoreError::LoadFailed) {
+            self.live[at].phase = Phase::Waiting;
+            return;
+        }
+        self.live[at].phase = Phase::Running { done: end };
+    }
+
+    fn finish(&mut self, at: usize) {
+        let live = self.live.swap_remove(at);
+        let done = self.all(|rig| rig.finish(live.id, &live.tokens));
+        self.say(format_args!("finish {:?}: {done:?}", live.id));
+        if done.is_err() {
+            let gone = self.all(|rig| rig.abort(live.id));
+            assert_eq!(gone, Ok(()));
+        }
+    }
+
+    /// One piece of work ends on one rank.
+    fn end_something(&mut self) {
+        let rank = self.rng.below(self.ranks.len());
+        let pending = self.ranks[rank].pending.len();
+        if pending == 0 {
+            return;
+        }
+        let index = self.rng.below(pending);
+        let how = self.fate(rank, index);
+        self.end(rank, index, &how);
+    }
+
+    fn fate(&mut self, rank: usize, index: usize) -> Call {
+        use super::rig::Pending;
+        let (fails, pages) = match &self.ranks[rank].pending[index] {
+            Pending::ToHost(..) | Pending::ToDevice(..) => (self.weather.copy_fails, 0),
+            Pending::Query(..) => (self.weather.call_fails, 0),
+            Pending::Get(_, _, items) | Pending::Put(_, _, items) => (self.weather.call_fails, items.len()),
+        };
+        if self.rng.chance(fails) {
+            return Call::Fails;
+        }
+        if pages == 0 || !self.rng.chance(self.weather.page_fails) {
+            return Call::Well;
+        }
+        const FATES: [PageOutcome; 4] =
+            [PageOutcome::Missing, PageOutcome::Corrupt, PageOutcome::Refused, PageOutcome::Failed];
+        let said = if self.rng.chance(10) { self.rng.below(pages + 1) } else { pages };
+        let each =
+            (0..said).map(|_| if self.rng.chance(30) { FATES[self.rng.below(4)] } else { PageOutcome::Done });
+        Call::Each(each.collect())
+    }
+
+    fn end(&mut self, rank: usize, index: usize, how: &Call) {
+        let what = format!("{:?}", self.ranks[rank].pending[index]);
+        self.say(format_args!("rank {rank} ends {how:?} {what}"));
+        let event = self.ranks[rank].perform(index, how);
+        self.votes.cast(rank as u32, event);
+        let mut agreed = Vec::new();
+        self.votes.settle(&mut agreed);
+        for event in agreed {
+            for rig in &mut self.ranks {
+                rig.feed(event.clone());
+            }
+        }
+    }
+
+    fn pass_time(&mut self) {
+        let due = self.ranks[0].core.next_timeout();
+        self.now = match due {
+            Some(due) if self.rng.chance(50) => due.max(self.now),
+            _ => self.now + self.rng.below(20_000) as u64,
+        };
+        let now = self.now;
+        self.all(|rig| rig.tick(now));
+        self.say(format_args!("tick"));
+    }
+
+    /// The world changes on its own.
+    fn world_acts(&mut self) {
+        if self.rng.chance(self.weather.store_forgets * 10) {
+            let rank = self.rng.below(self.ranks.len());
+            let n = self.rng.below(32);
+            self.ranks[rank].lose_stored(n);
+            self.say(format_args!("rank {rank}'s store loses page {n}"));
+        }
+    }
+
+    /// Everybody leaves, everything ends well, and nothing may be held afterwards.
+    fn settle_down(&mut self) {
+        self.say(format_args!("settle down"));
+        while !self.live.is_empty() {
+            self.vanish(0);
+        }
+        for _ in 0..10_000 {
+            let busy = (0..self.ranks.len()).find(|&rank| !self.ranks[rank].pending.is_empty());
+            match busy {
+                Some(rank) => self.end(rank, 0, &Call::Well),
+                None => match self.ranks[0].core.next_timeout() {
+                    Some(due) => {
+                        self.now = due.max(self.now);
+                        let now = self.now;
+                        self.all(|rig| rig.tick(now));
+                    }
+                    None => break,
+                },
+            }
+            self.compare();
+        }
+        for rig in &self.ranks {
+            rig.assert_quiet();
+        }
+        assert_eq!(self.votes.open(), 0);
+    }
+}
+
+thread_local! {
+    static STORY: std::cell::RefCell<String> = const { std::cell::RefCell::new(String::new()) };
+}
+
+/// Prints the story of the world that broke a rule on this thread.
+struct StoryOnPanic;
+
+impl Drop for StoryOnPanic {
+    fn drop(&mut self) {
+        STORY.with_borrow(|story| eprintln!("{story}"));
+    }
+}

@@ -1,0 +1,218 @@
+//! The calls a scheduler makes for a request, from match to finish.
+
+use super::core::{Core, CoreError};
+use super::oplog::Op;
+use super::outcome::{Alloc, Checkpoint, MatchInfo, Refusal};
+use super::request::{HostPart, Request, RequestId};
+use crate::base::{Fence, NamespaceId};
+use crate::key::Key;
+use crate::tree::{InsertOpts, InsertOut, TreeError};
+
+impl Core {
+    /// Opens a request. It holds nothing until it matches or allocates.
+    pub fn request(&mut self, namespace: NamespaceId) -> RequestId {
+        self.record(|| Op::Request(namespace));
+        RequestId(self.requests.insert(Request::new(namespace)))
+    }
+
+    /// The request's page table: pages shared with the tree first, then its own. One page per `page_size` tokens.
+    pub fn pages(&self, id: RequestId) -> Result<&[crate::base::PageId], CoreError> {
+        Ok(&self.request_ref(id)?.pages)
+    }
+
+    /// How many pages at the head of the request's table belong to the tree; the rest is the request's own.
+    pub fn shared_pages(&self, id: RequestId) -> Result<u32, CoreError> {
+        Ok(self.request_ref(id)?.shared)
+    }
+
+    /// The request's namespace.
+    pub fn namespace_of(&self, id: RequestId) -> Result<NamespaceId, CoreError> {
+        Ok(self.request_ref(id)?.namespace)
+    }
+
+    /// Finds the longest cached prefix of `tokens` and holds it for the request: the device part stands in its
+    /// page table, the restorable part is pinned until [`load_back`](Core::load_back) or the end of the request.
+    /// Whole pages only. Pass one token less than the prompt if at least one must be computed. A request that
+    /// matches again gives up what it held before; it must not own pages, unless a load failed under it: those are
+    /// then given back. O(tokens).
+    pub fn match_prefix(&mut self, id: RequestId, tokens: &[u32]) -> Result<MatchInfo, CoreError> {
+        self.record(|| Op::Match(id, tokens.to_vec()));
+        let request = self.request_ref(id)?;
+        let own_pages = request.own().len() as u32;
+        if own_pages > 0 && !request.load_failed {
+            return Err(CoreError::RequestHasPages { own_pages });
+        }
+        let namespace = request.namespace;
+        let mut pages = Vec::new();
+        let (found, lock, pin) = self.tree.match_and_lock(Key::new(namespace, tokens), &mut pages);
+        self.release_holdings(id)?;
+        self.stats.matched_device_tokens += self.tokens_of(found.device_pages);
+        self.stats.matched_host_tokens += self.tokens_of(found.host_pages);
+        self.digest.mix(u64::from(found.device_pages) << 32 | u64::from(found.host_pages));
+        let request = self.request_mut(id)?;
+        request.shared = pages.len() as u32;
+        request.pages = pages;
+        request.lock = Some(lock);
+        request.node = Some(found.node);
+        request.host = pin.map(|pin| HostPart { pin, node: found.node, pages: found.host_pages });
+        Ok(MatchInfo {
+            device_tokens: self.tokens_of(found.device_pages),
+            host_tokens: self.tokens_of(found.host_pages),
+            node: found.node,
+        })
+    }
+
+    /// Appends `pages` fresh pages to the request's table, evicting if need be. All or nothing; never waits. On a
+    /// refusal with pages coming, try again after the next event. O(pages granted + pages evicted x log nodes).
+    pub fn alloc(&mut self, id: RequestId, pages: u32) -> Result<Alloc, CoreError> {
+        self.record(|| Op::Alloc(id, pages));
+        self.request_ref(id)?;
+        if !self.make_device_room(pages) {
+            self.refused(Refusal::NoDevicePages);
+            return Ok(Alloc::Refused {
+                short_pages: pages - self.device.free_pages(),
+                coming_pages: self.backups.held_pages(),
+            });
+        }
+        let request = self.requests.get_mut(id.0).ok_or(CoreError::UnknownRequest)?;
+        if !self.device.alloc(pages, &mut request.pages) {
+            self.violation("device room was made and is not there");
+            return Ok(Alloc::Refused { short_pages: pages, coming_pages: 0 });
+        }
+        self.stats.allocated_pages += u64::from(pages);
+        self.digest.mix(u64::from(pages));
+        Ok(Alloc::Granted)
+    }
+
+    /// Publishes the whole pages of `tokens`, whose KV is written once `last_use` has passed, and moves the
+    /// request's lock to their end. Pages that the tree had already go back to the pool; the table then names the
+    /// tree's. `tokens` are all tokens of the request from its first. O(tokens).
+    pub fn checkpoint(
+        &mut self,
+        id: RequestId,
+        tokens: &[u32],
+        last_use: Fence,
+    ) -> Result<Checkpoint, CoreError> {
+        self.record(|| Op::Checkpoint(id, tokens.to_vec(), last_use));
+        self.checkpoint_inner(id, tokens, last_use)
+    }
+
+    fn checkpoint_inner(
+        &mut self,
+        id: RequestId,
+        tokens: &[u32],
+        last_use: Fence,
+    ) -> Result<Checkpoint, CoreError> {
+        self.fence = self.fence.and(last_use);
+        let request = self.request_ref(id)?;
+        if request.load_failed {
+            return Err(CoreError::LoadFailed);
+        }
+        let page_size = self.config.page_size as usize;
+        let whole = (tokens.len() / page_size) as u32;
+        let published = request.shared as usize * page_size;
+        if tokens.len() < published {
+            return Err(CoreError::TokensShorter { tokens: tokens.len(), published });
+        }
+        let pages = request.pages.len() as u32;
+        if whole > pages {
+            return Err(CoreError::PagesMissing { tokens: tokens.len(), needed_pages: whole, pages });
+        }
+        if !request.loads.is_empty() {
+            let refused = Some(self.refused(Refusal::LoadPending));
+            return Ok(Checkpoint { published_tokens: published as u64, duplicate_pages: 0, refused });
+        }
+        // A request that only hit still counts: its use is what makes a node due for a backup.
+        if whole == request.shared && request.counted >= whole {
+            return Ok(Checkpoint { published_tokens: published as u64, duplicate_pages: 0, refused: None });
+        }
+        match self.publish(id, &tokens[..whole as usize * page_size], whole) {
+            Ok(duplicate_pages) => {
+                Ok(Checkpoint { published_tokens: self.tokens_of(whole), duplicate_pages, refused: None })
+            }
+            // Another request loads what this one computed: its pages can only go in when that load has ended.
+            Err(CoreError::Tree(TreeError::LoadInFlight(_))) => {
+                let refused = Some(self.refused(Refusal::LoadPending));
+                Ok(Checkpoint { published_tokens: published as u64, duplicate_pages: 0, refused })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn publish(&mut self, id: RequestId, tokens: &[u32], whole: u32) -> Result<u32, CoreError> {
+        let request = self.requests.get_mut(id.0).ok_or(CoreError::UnknownRequest)?;
+        let key = Key::new(request.namespace, tokens);
+        let opts = InsertOpts { count_hits_from: Some(request.counted), ..InsertOpts::default() };
+        let mut out = InsertOut::default();
+        let done = self.tree.insert(key, &request.pages[..whole as usize], request.shared, opts, &mut out)?;
+        request.pages[request.shared as usize..whole as usize].copy_from_slice(&out.canonical);
+        request.shared = whole;
+        request.counted = whole;
+        request.node = Some(done.node);
+        let lock = self.tree.lock(done.node)?;
+        if let Some(old) = request.lock.replace(lock) {
+            self.tree.unlock(old)?;
+        }
+        self.digest.mix(u64::from(done.new_pages) << 32 | u64::from(done.revived_pages));
+        self.free_device(&out.returned);
+        if let Some(node) = done.due {
+            self.write_through(node);
+        }
+        Ok(out.returned.len() as u32)
+    }
+
+    /// Publishes as [`checkpoint`](Core::checkpoint), gives back the pages behind the last whole page, lets go of
+    /// everything and closes the request.
+    pub fn finish(
+        &mut self,
+        id: RequestId,
+        tokens: &[u32],
+        last_use: Fence,
+    ) -> Result<Checkpoint, CoreError> {
+        self.record(|| Op::Finish(id, tokens.to_vec(), last_use));
+        let published = self.checkpoint_inner(id, tokens, last_use)?;
+        self.close(id, last_use)?;
+        Ok(published)
+    }
+
+    /// Lets go of everything without publishing, and closes the request. Loads and prefetches in flight end on
+    /// their own; their pages are theirs.
+    pub fn abort(&mut self, id: RequestId, last_use: Fence) -> Result<(), CoreError> {
+        self.record(|| Op::Abort(id, last_use));
+        self.close(id, last_use)
+    }
+
+    fn close(&mut self, id: RequestId, last_use: Fence) -> Result<(), CoreError> {
+        self.fence = self.fence.and(last_use);
+        self.request_ref(id)?;
+        self.release_holdings(id)?;
+        if let Some(request) = self.requests.remove(id.0)
+            && let Some(op) = request.prefetch
+        {
+            self.abort_prefetch(op);
+        }
+        Ok(())
+    }
+
+    /// Gives back own pages, lock and pin; the prefetch goes on.
+    fn release_holdings(&mut self, id: RequestId) -> Result<(), CoreError> {
+        let request = self.request_mut(id)?;
+        let own = request.own().to_vec();
+        let lock = request.lock.take();
+        let host = request.host.take();
+        request.pages.clear();
+        request.shared = 0;
+        request.counted = 0;
+        request.node = None;
+        request.loads.clear();
+        request.load_failed = false;
+        self.free_device(&own);
+        if let Some(lock) = lock {
+            self.tree.unlock(lock)?;
+        }
+        if let Some(host) = host {
+            self.tree.unpin_host(host.pin)?;
+        }
+        Ok(())
+    }
+}

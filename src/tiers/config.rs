@@ -1,0 +1,296 @@
+//! What a core is told when it is made.
+
+use crate::base::limits::{PAGE_SIZE_MAX, POOL_PAGES_MAX};
+use crate::key::KeyView;
+use crate::pool::Capacity;
+use crate::tree::{BackupRule, TreeConfig, TreeConfigError};
+
+/// When a node gets a host copy.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+#[non_exhaustive]
+pub enum WritePolicy {
+    /// Back a node up once this many inserts have used it. 1: at once. A node is backed up only under a
+    /// backed-up parent.
+    WriteThrough {
+        /// Inserts, at least 1.
+        threshold: u32,
+    },
+    /// Write-through at the second insert: what is seen once never leaves the device.
+    WriteThroughSelective,
+    /// Back a node up when it is evicted from the device. No parent rule.
+    WriteBack,
+    /// The host holds only what the store prefetch brings; nothing is backed up.
+    None,
+}
+
+impl WritePolicy {
+    /// Inserts after which a node is due for a backup; 0: never by hits.
+    #[must_use]
+    pub fn threshold(self) -> u32 {
+        match self {
+            WritePolicy::WriteThrough { threshold } => threshold,
+            WritePolicy::WriteThroughSelective => 2,
+            WritePolicy::WriteBack | WritePolicy::None => 0,
+        }
+    }
+
+    /// Whether a node is backed up when it is evicted from the device.
+    #[must_use]
+    pub fn backs_up_on_eviction(self) -> bool {
+        self == WritePolicy::WriteBack
+    }
+
+    /// Whether a host copy is allowed only under a backed-up parent.
+    #[must_use]
+    pub fn needs_backed_parent(self) -> bool {
+        matches!(self, WritePolicy::WriteThrough { .. } | WritePolicy::WriteThroughSelective)
+    }
+}
+
+/// When a request that waits for a store prefetch goes on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum PrefetchPolicy {
+    /// With what has arrived when the scheduler first asks.
+    BestEffort,
+    /// When everything that was found has arrived.
+    WaitComplete,
+    /// As `WaitComplete`, but at most `base_ms` plus `per_ki_token_ms` for each 1,024 tokens looked up, counted
+    /// from the first time the scheduler asks.
+    Timeout {
+        /// Fixed part of the budget in milliseconds.
+        base_ms: u64,
+        /// Milliseconds per 1,024 tokens.
+        per_ki_token_ms: u64,
+    },
+}
+
+impl PrefetchPolicy {
+    /// The numbers the field's reference system uses: 1 s plus 0.25 s per 1,024 tokens.
+    pub const TIMEOUT_DEFAULT: PrefetchPolicy =
+        PrefetchPolicy::Timeout { base_ms: 1_000, per_ki_token_ms: 250 };
+}
+
+/// Store prefetch settings.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PrefetchConfig {
+    /// When a waiting request goes on.
+    pub policy: PrefetchPolicy,
+    /// Shorter spans and shorter hits than this many tokens are not worth a load. Rounded up to a page.
+    pub threshold_tokens: u32,
+    /// Pages of one read batch.
+    pub batch_pages: u32,
+    /// Read batches of one prefetch in flight at a time.
+    pub window_batches: u32,
+    /// Host pages that all prefetches together may hold, in percent of the host pool.
+    pub host_share_percent: u32,
+}
+
+impl Default for PrefetchConfig {
+    fn default() -> Self {
+        PrefetchConfig {
+            policy: PrefetchPolicy::TIMEOUT_DEFAULT,
+            threshold_tokens: 256,
+            batch_pages: 128,
+            window_batches: 4,
+            host_share_percent: 50,
+        }
+    }
+}
+
+/// Store backup settings.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StoreConfig {
+    /// Pages of one write batch.
+    pub batch_pages: u32,
+    /// Pages being written at a time; more waits in the queue. Bounds what a slow store can pin.
+    pub pages_in_flight_max: u32,
+    /// Nodes waiting to be written; more are refused and counted.
+    pub queue_nodes_max: u32,
+    /// Writes of one node before it is given up.
+    pub attempts_max: u32,
+    /// First wait before a failed write is tried again, in milliseconds; doubles each time.
+    pub retry_ms: u64,
+}
+
+impl Default for StoreConfig {
+    fn default() -> Self {
+        StoreConfig {
+            batch_pages: 128,
+            pages_in_flight_max: 1024,
+            queue_nodes_max: 65_536,
+            attempts_max: 4,
+            retry_ms: 100,
+        }
+    }
+}
+
+/// Settings of a [`Core`](super::Core).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CoreConfig {
+    /// Tokens per page, 1 to [`PAGE_SIZE_MAX`].
+    pub page_size: u32,
+    /// Device pool.
+    pub device: Capacity,
+    /// Host pool; 0 pages: no host tier, and with it no store tier.
+    pub host: Capacity,
+    /// Whether a store is attached.
+    pub store: Option<StoreConfig>,
+    /// Write policy.
+    pub write: WritePolicy,
+    /// Store prefetch.
+    pub prefetch: PrefetchConfig,
+    /// Loads from host to device in flight; more wait for their turn.
+    pub loads_in_flight_max: u32,
+}
+
+impl CoreConfig {
+    /// A configuration without host and store tier.
+    #[must_use]
+    pub fn device_only(page_size: u32, device: Capacity) -> Self {
+        CoreConfig {
+            page_size,
+            device,
+            host: Capacity::Pages(0),
+            store: None,
+            write: WritePolicy::None,
+            prefetch: PrefetchConfig::default(),
+            loads_in_flight_max: 64,
+        }
+    }
+
+    /// The part of it that concerns the tree.
+    #[must_use]
+    pub fn tree_config(&self) -> TreeConfig {
+        TreeConfig {
+            page_size: self.page_size,
+            view: KeyView::Plain,
+            rule: match self.write.needs_backed_parent() {
+                true => BackupRule::BackedUpParent,
+                false => BackupRule::Free,
+            },
+            write_threshold: self.write.threshold(),
+            hashing: self.store.is_some(),
+            ..TreeConfig::default()
+        }
+    }
+
+    /// Checks every bound.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        if self.page_size == 0 || self.page_size > PAGE_SIZE_MAX {
+            return Err(ConfigError::PageSize { tokens: self.page_size });
+        }
+        for (tier, capacity) in [("device", self.device), ("host", self.host)] {
+            if let Capacity::Pages(pages) = capacity
+                && pages > POOL_PAGES_MAX
+            {
+                return Err(ConfigError::PoolTooLarge { tier, pages });
+            }
+        }
+        if self.device == Capacity::Pages(0) {
+            return Err(ConfigError::NoDevicePages);
+        }
+        if self.host == Capacity::Pages(0) && (self.store.is_some() || self.write != WritePolicy::None) {
+            return Err(ConfigError::NoHostPages);
+        }
+        if self.write == (WritePolicy::WriteThrough { threshold: 0 }) {
+            return Err(ConfigError::ZeroThreshold);
+        }
+        let p = &self.prefetch;
+        if p.batch_pages == 0 || p.window_batches == 0 || p.host_share_percent > 100 {
+            return Err(ConfigError::Prefetch);
+        }
+        if let Some(s) = &self.store
+            && (s.batch_pages == 0 || s.pages_in_flight_max < s.batch_pages || s.attempts_max == 0)
+        {
+            return Err(ConfigError::Store);
+        }
+        if self.loads_in_flight_max == 0 {
+            return Err(ConfigError::Limits);
+        }
+        Ok(())
+    }
+}
+
+/// Why a configuration is refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// Page size 0 or above the limit.
+    #[error("page size {tokens} is not between 1 and {PAGE_SIZE_MAX} tokens")]
+    PageSize {
+        /// What was asked for.
+        tokens: u32,
+    },
+    /// More pages than ids.
+    #[error("{pages} {tier} pages are more than a pool can number")]
+    PoolTooLarge {
+        /// Which pool.
+        tier: &'static str,
+        /// What was asked for.
+        pages: u32,
+    },
+    /// A cache without device pages.
+    #[error("a cache needs at least one device page")]
+    NoDevicePages,
+    /// A write policy or a store without a host pool.
+    #[error("a write policy other than none, and a store, need host pages")]
+    NoHostPages,
+    /// Write-through that backs up before the first insert.
+    #[error("the write-through threshold counts inserts and starts at 1")]
+    ZeroThreshold,
+    /// Prefetch numbers out of range.
+    #[error("prefetch needs batches and a window of at least 1, and a host share of at most 100 percent")]
+    Prefetch,
+    /// Store numbers out of range.
+    #[error("store backup needs batches of at least 1 page, room for one batch in flight, and 1 attempt")]
+    Store,
+    /// The tree refuses its part.
+    #[error(transparent)]
+    Tree(#[from] TreeConfigError),
+    /// Other numbers out of range.
+    #[error("loads in flight must be at least 1")]
+    Limits,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_bound_is_refused_by_name() {
+        let ok = CoreConfig {
+            host: Capacity::Pages(8),
+            store: Some(StoreConfig::default()),
+            write: WritePolicy::WriteThrough { threshold: 1 },
+            ..CoreConfig::device_only(16, Capacity::Pages(4))
+        };
+        assert_eq!(ok.validate(), Ok(()));
+        let cases = [
+            (CoreConfig { page_size: 0, ..ok }, ConfigError::PageSize { tokens: 0 }),
+            (CoreConfig { page_size: 513, ..ok }, ConfigError::PageSize { tokens: 513 }),
+            (CoreConfig { device: Capacity::Pages(0), ..ok }, ConfigError::NoDevicePages),
+            (CoreConfig { host: Capacity::Pages(0), ..ok }, ConfigError::NoHostPages),
+            (
+                CoreConfig { host: Capacity::Pages(u32::MAX), ..ok },
+                ConfigError::PoolTooLarge { tier: "host", pages: u32::MAX },
+            ),
+            (
+                CoreConfig { write: WritePolicy::WriteThrough { threshold: 0 }, ..ok },
+                ConfigError::ZeroThreshold,
+            ),
+            (
+                CoreConfig { prefetch: PrefetchConfig { window_batches: 0, ..ok.prefetch }, ..ok },
+                ConfigError::Prefetch,
+            ),
+            (
+                CoreConfig { store: Some(StoreConfig { attempts_max: 0, ..StoreConfig::default() }), ..ok },
+                ConfigError::Store,
+            ),
+            (CoreConfig { loads_in_flight_max: 0, ..ok }, ConfigError::Limits),
+        ];
+        for (config, error) in cases {
+            assert_eq!(config.validate(), Err(error));
+        }
+    }
+}

@@ -1,0 +1,385 @@
+//! The core: tree, pools and ledgers under one owner. It decides; executors execute.
+//!
+//! Calls fall in four groups. *Requests*: [`request`](Core::request), [`match_prefix`](Core::match_prefix),
+//! [`prefetch`](Core::prefetch), [`load_back`](Core::load_back), [`alloc`](Core::alloc),
+//! [`checkpoint`](Core::checkpoint), [`finish`](Core::finish), [`abort`](Core::abort). *Events in*:
+//! [`handle`](Core::handle), [`tick`](Core::tick). *Work out*: [`take_actions`](Core::take_actions), to be
+//! carried out in order after every call of the first two groups. *Getters*. Time must not go back. No call
+//! waits for anything.
+
+use super::action::{Action, Event};
+use super::config::{ConfigError, CoreConfig};
+use super::oplog::{Op, OpLog};
+use super::outcome::{PageCounts, Refusal};
+use super::request::{Request, RequestId};
+use super::stats::Stats;
+use super::{load::Loads, prefetch::Prefetches, storage::Storage, write::Backups};
+use crate::base::slab::Slab;
+use crate::base::{Digest, Fence, NamespaceId, OpId, PageId, Tier, Time, Violation};
+use crate::key::{Namespace, NamespaceError};
+use crate::pool::{Capacity, PagePool, PoolError};
+use crate::tree::{Tree, TreeError};
+
+/// Why a call failed. The request keeps what it held before the call, except where a variant says otherwise.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CoreError {
+    /// No such request: finished, aborted, or of another core.
+    #[error("no such request")]
+    UnknownRequest,
+    /// A match was asked for while the request owns pages beyond its match.
+    #[error("the request owns {own_pages} pages beyond its match; finish or abort it first")]
+    RequestHasPages {
+        /// Pages it owns.
+        own_pages: u32,
+    },
+    /// Fewer tokens than the request has published already.
+    #[error("{tokens} tokens given, {published} are published already")]
+    TokensShorter {
+        /// Tokens given.
+        tokens: usize,
+        /// Tokens published.
+        published: usize,
+    },
+    /// More whole pages of tokens than the request has pages.
+    #[error("{tokens} tokens need {needed_pages} pages, the request has {pages}")]
+    PagesMissing {
+        /// Tokens given.
+        tokens: usize,
+        /// Whole pages of them.
+        needed_pages: u32,
+        /// Pages in the table.
+        pages: u32,
+    },
+    /// A load that the request rests on failed; match again.
+    #[error("a load that the request rests on failed")]
+    LoadFailed,
+    /// The tree refused.
+    #[error(transparent)]
+    Tree(#[from] TreeError),
+    /// A pool refused to take pages: our bug, counted.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+}
+
+/// The tiers of one rank: a pure state machine. See the module page for the order of calls.
+#[derive(Debug)]
+pub struct Core {
+    pub(super) config: CoreConfig,
+    pub(super) tree: Tree,
+    pub(super) device: PagePool,
+    pub(super) host: PagePool,
+    pub(super) requests: Slab<Request>,
+    pub(super) backups: Backups,
+    pub(super) loads: Loads,
+    pub(super) prefetches: Prefetches,
+    pub(super) storage: Storage,
+    pub(super) actions: Vec<Action>,
+    pub(super) stats: Stats,
+    pub(super) digest: Digest,
+    pub(super) now: Time,
+    /// Inputs since the core was made, if they are recorded.
+    log: Option<Vec<Op>>,
+    /// Latest use by compute that the embedder told of; copies issued from now on come after it.
+    pub(super) fence: Fence,
+    next_op: u64,
+}
+
+pub(super) fn pool_of(capacity: Capacity) -> PagePool {
+    match capacity {
+        Capacity::Pages(pages) => PagePool::new(pages),
+        Capacity::Unlimited => PagePool::unlimited(),
+    }
+}
+
+impl Core {
+    /// An empty cache. O(pages) memory for the pools.
+    pub fn new(config: CoreConfig) -> Result<Core, ConfigError> {
+        config.validate()?;
+        let tree = Tree::new(config.tree_config())?;
+        Ok(Core {
+            config,
+            tree,
+            device: pool_of(config.device),
+            host: pool_of(config.host),
+            requests: Slab::default(),
+            backups: Backups::default(),
+            loads: Loads::default(),
+            prefetches: Prefetches::default(),
+            storage: Storage::default(),
+            actions: Vec::new(),
+            stats: Stats::default(),
+            digest: Digest::default(),
+            now: Time::ZERO,
+            fence: Fence::SETTLED,
+            log: None,
+            next_op: 0,
+        })
+    }
+
+    /// Records every input from now on. Call it on a fresh core, or the log can not be replayed.
+    pub fn start_log(&mut self) {
+        self.log = Some(Vec::new());
+    }
+
+    /// The inputs recorded since [`start_log`](Core::start_log), with the configuration; recording goes on.
+    #[must_use]
+    pub fn log(&self) -> Option<OpLog> {
+        self.log.as_ref().map(|ops| OpLog { config: self.config, ops: ops.clone() })
+    }
+
+    pub(super) fn record(&mut self, op: impl FnOnce() -> Op) {
+        if let Some(log) = &mut self.log {
+            log.push(op());
+        }
+    }
+
+    /// Interns a namespace. Equal fields give equal ids.
+    pub fn namespace(&mut self, namespace: &Namespace) -> Result<NamespaceId, NamespaceError> {
+        self.record(|| Op::Namespace(namespace.clone()));
+        self.tree.intern(namespace)
+    }
+
+    /// Tells the time and does what has become due: store writes that wait for a retry.
+    pub fn tick(&mut self, now: Time) {
+        self.record(|| Op::Tick(now));
+        self.now = self.now.max(now);
+        self.pump_storage();
+    }
+
+    /// When the core wants to be ticked although nothing happens; `None`: not before the next event.
+    #[must_use]
+    pub fn next_timeout(&self) -> Option<Time> {
+        self.storage.next_retry()
+    }
+
+    /// Takes in one event. Events of operations that do not exist (late, doubled) are counted and ignored.
+    pub fn handle(&mut self, event: Event) {
+        self.record(|| Op::Event(event.clone()));
+        match event {
+            Event::Copied { op, ok } => self.copied(op, ok),
+            Event::LayerCopied { op, layers } => self.layer_copied(op, layers),
+            Event::Queried { op, present } => self.queried(op, present.as_deref()),
+            Event::Got { op, batch, outcomes } => self.got(op, batch, &outcomes),
+            Event::Put { op, batch, outcomes } => self.put_done(op, batch, &outcomes),
+        }
+        self.pump_storage();
+    }
+
+    fn copied(&mut self, op: OpId, ok: bool) {
+        if self.backups.contains(op) {
+            self.backup_copied(op, ok);
+        } else if self.loads.contains(op) {
+            self.load_copied(op, ok);
+        } else {
+            self.stats.stray_events += 1;
+        }
+    }
+
+    /// The actions decided since the last call, oldest first.
+    pub fn take_actions(&mut self) -> Vec<Action> {
+        std::mem::take(&mut self.actions)
+    }
+
+    /// Whether there are actions to take.
+    #[must_use]
+    pub fn has_actions(&self) -> bool {
+        !self.actions.is_empty()
+    }
+
+    /// Counters so far.
+    #[must_use]
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    /// The tree, read-only.
+    #[must_use]
+    pub fn tree(&self) -> &Tree {
+        &self.tree
+    }
+
+    /// The configuration.
+    #[must_use]
+    pub fn config(&self) -> &CoreConfig {
+        &self.config
+    }
+
+    /// Digest of every decision so far: equal inputs give equal values.
+    #[must_use]
+    pub fn digest(&self) -> u64 {
+        self.digest.value()
+    }
+
+    /// Operations in flight.
+    #[must_use]
+    pub fn operations(&self) -> usize {
+        self.backups.len() + self.loads.len() + self.prefetches.len() + self.storage.writes_in_flight()
+    }
+
+    /// Whether the operation has not ended.
+    #[must_use]
+    pub fn is_in_flight(&self, op: OpId) -> bool {
+        self.backups.has(op) || self.loads.has(op) || self.prefetches.has(op) || self.storage.has(op)
+    }
+
+    /// Requests alive.
+    #[must_use]
+    pub fn requests(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// Who owns the pages of a tier. Host and device only; the store is not counted in pages. O(pages).
+    #[must_use]
+    pub fn page_counts(&self, tier: Tier) -> PageCounts {
+        let (pool, request_pages, in_flight_pages) = match tier {
+            Tier::Device => {
+                let own: usize = self.requests.iter().map(|(_, r)| r.own().len()).sum();
+                (&self.device, own as u32, 0)
+            }
+            Tier::Host => (&self.host, 0, self.prefetches.host_pages()),
+            Tier::Store => return PageCounts::default(),
+        };
+        let mut cached = 0u32;
+        self.tree.for_each_page(tier, |_, _| cached += 1);
+        let sum = pool.free_pages() + cached + request_pages + in_flight_pages;
+        PageCounts {
+            capacity_pages: pool.capacity(),
+            free_pages: pool.free_pages(),
+            cached_pages: cached,
+            request_pages,
+            in_flight_pages,
+            leaked_pages: i64::from(pool.capacity()) - i64::from(sum),
+        }
+    }
+
+    /// Whether a page of device or host is free.
+    #[must_use]
+    pub fn is_free(&self, tier: Tier, page: PageId) -> bool {
+        match tier {
+            Tier::Device => self.device.is_free(page),
+            Tier::Host => self.host.is_free(page),
+            Tier::Store => false,
+        }
+    }
+
+    /// Every broken rule of tree, pools and ledgers; empty is healthy. O(everything): for tests, simulation and
+    /// idle moments.
+    #[must_use]
+    pub fn sanity(&self) -> Vec<Violation> {
+        let mut found = self.tree.sanity();
+        for tier in [Tier::Device, Tier::Host] {
+            self.audit_owners(tier, &mut found);
+        }
+        found
+    }
+
+    /// Every page of a tier has exactly one owner.
+    fn audit_owners(&self, tier: Tier, found: &mut Vec<Violation>) {
+        let pool = if tier == Tier::Device { &self.device } else { &self.host };
+        let mut owner: Vec<Option<&'static str>> = vec![None; pool.issued_pages() as usize];
+        let mut claim = |page: PageId, who: &'static str| match owner.get_mut(page.0 as usize) {
+            None => found.push(Violation {
+                rule: "page-owner",
+                detail: format!("{tier:?} {page:?} of {who} was never handed out"),
+            }),
+            Some(Some(first)) => found.push(Violation {
+                rule: "page-owner",
+                detail: format!("{tier:?} {page:?} is owned by {first} and by {who}"),
+            }),
+            Some(slot) => *slot = Some(who),
+        };
+        self.tree.for_each_page(tier, |_, page| claim(page, "tree"));
+        match tier {
+            Tier::Device => {
+                for (_, r) in self.requests.iter() {
+                    r.own().iter().for_each(|&p| claim(p, "request"));
+                }
+            }
+            Tier::Host => self.prefetches.for_each_host_page(|p| claim(p, "prefetch")),
+            Tier::Store => {}
+        }
+        for (index, who) in owner.iter().enumerate() {
+            let page = PageId(index as u32);
+            match (who, pool.is_free(page)) {
+                (None, false) => found.push(Violation {
+                    rule: "page-leak",
+                    detail: format!("{tier:?} {page:?} is neither free nor owned"),
+                }),
+                (Some(who), true) => found.push(Violation {
+                    rule: "page-owner",
+                    detail: format!("{tier:?} {page:?} is free and owned by {who}"),
+                }),
+                _ => {}
+            }
+        }
+    }
+
+    pub(super) fn new_op(&mut self) -> OpId {
+        self.next_op += 1;
+        OpId(self.next_op)
+    }
+
+    /// Appends an action and puts its decision into the digest.
+    pub(super) fn act(&mut self, action: Action) {
+        self.digest.mix(action.op().0);
+        match &action {
+            Action::CopyToHost { pairs, .. } | Action::CopyToDevice { pairs, .. } => {
+                for pair in pairs {
+                    self.digest.mix(u64::from(pair.source.0) << 32 | u64::from(pair.target.0));
+                }
+            }
+            Action::StoreQuery { hashes, .. } => self.digest.mix(hashes.len() as u64),
+            Action::StoreGet { items, .. } | Action::StorePut { items, .. } => {
+                for item in items {
+                    self.digest.mix(u64::from(item.host_page.0));
+                }
+            }
+            Action::StoreCancel { .. } => self.digest.mix(0),
+        }
+        self.actions.push(action);
+    }
+
+    pub(super) fn request_ref(&self, id: RequestId) -> Result<&Request, CoreError> {
+        self.requests.get(id.0).ok_or(CoreError::UnknownRequest)
+    }
+
+    pub(super) fn request_mut(&mut self, id: RequestId) -> Result<&mut Request, CoreError> {
+        self.requests.get_mut(id.0).ok_or(CoreError::UnknownRequest)
+    }
+
+    /// Gives device pages back. A refusal of the pool is a bug of ours: counted, and the pages stay out.
+    pub(super) fn free_device(&mut self, pages: &[PageId]) {
+        for &page in pages {
+            self.digest.mix(u64::from(page.0));
+        }
+        if self.device.free(pages).is_err() {
+            self.violation("device pages freed twice");
+        }
+    }
+
+    /// Gives host pages back; see [`free_device`](Core::free_device).
+    pub(super) fn free_host(&mut self, pages: &[PageId]) {
+        for &page in pages {
+            self.digest.mix(u64::from(page.0) | 1 << 32);
+        }
+        if self.host.free(pages).is_err() {
+            self.violation("host pages freed twice");
+        }
+    }
+
+    /// Counts a broken rule; stops a debug, test or `strict` build.
+    pub(super) fn violation(&mut self, what: &str) {
+        self.stats.violations += 1;
+        let broken = crate::base::invariant::violated("core", what.to_owned());
+        tracing::error!(%broken, "sapwood: violation");
+    }
+
+    pub(super) fn tokens_of(&self, pages: u32) -> u64 {
+        u64::from(pages) * u64::from(self.config.page_size)
+    }
+
+    pub(super) fn refused(&mut self, reason: Refusal) -> Refusal {
+        self.stats.refuse(reason)
+    }
+}

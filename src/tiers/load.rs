@@ -1,0 +1,192 @@
+//! Host to device: a load restores everything a match promised, or nothing.
+
+use smallvec::SmallVec;
+
+use super::action::{Action, PagePair};
+use super::core::{Core, CoreError};
+use super::oplog::Op;
+use super::outcome::{LoadBack, LoadState, Refusal};
+use super::request::RequestId;
+use crate::base::containers::Map;
+use crate::base::{OpId, PageId};
+use crate::tree::{LoadEnd, LoadOutcome, LoadPlan};
+
+/// One load in flight.
+#[derive(Debug)]
+struct Load {
+    pages: u32,
+    layers: u32,
+    copied: bool,
+    waiting: SmallVec<[RequestId; 2]>,
+}
+
+/// Loads in flight.
+#[derive(Debug, Default)]
+pub(super) struct Loads {
+    ops: Map<OpId, Load>,
+}
+
+impl Loads {
+    pub(super) fn contains(&self, op: OpId) -> bool {
+        self.ops.get(&op).is_some_and(|l| !l.copied)
+    }
+
+    pub(super) fn has(&self, op: OpId) -> bool {
+        self.ops.contains_key(&op)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.ops.len()
+    }
+}
+
+impl Core {
+    /// Restores the host part of the request's match to the device. On [`LoadBack::Started`] the pages stand in
+    /// the request's table at once; [`load_state`](Core::load_state) says which layers may be read. Pages that an
+    /// earlier load already brings are shared with it. May evict. O(pages + nodes of the host part).
+    pub fn load_back(&mut self, id: RequestId) -> Result<LoadBack, CoreError> {
+        self.record(|| Op::LoadBack(id));
+        let request = self.request_ref(id)?;
+        if request.load_failed {
+            return Err(CoreError::LoadFailed);
+        }
+        let Some(host) = &request.host else { return Ok(LoadBack::Nothing) };
+        let (node, host_pages) = (host.node, host.pages);
+        if !request.own().is_empty() {
+            return Err(CoreError::RequestHasPages { own_pages: request.own().len() as u32 });
+        }
+        if self.loads.len() >= self.config.loads_in_flight_max as usize {
+            return Ok(LoadBack::Refused(self.refused(Refusal::LoadsInFlight)));
+        }
+        let mut plan = LoadPlan::default();
+        self.tree.plan_load(node, &mut plan)?;
+        if plan.later_pages > 0 {
+            // A part above a load in flight has lost its copy; what lies below that load comes after it.
+            return Ok(LoadBack::Refused(self.refused(Refusal::LoadPending)));
+        }
+        let pages = plan.host_pages.len() as u32;
+        // The device part is locked and the host part pinned by the request, so this cannot take from the plan.
+        if !self.make_device_room(pages) {
+            return Ok(LoadBack::Refused(self.refused(Refusal::NoDevicePages)));
+        }
+        let mut waits_for: SmallVec<[OpId; 2]> = plan.joins.iter().copied().collect();
+        if pages > 0 {
+            waits_for.push(self.start_load(id, &plan)?);
+        }
+        for op in &plan.joins {
+            if let Some(load) = self.loads.ops.get_mut(op) {
+                load.waiting.push(id);
+            }
+        }
+        self.adopt_loaded_path(id, node, waits_for)?;
+        let tokens = self.tokens_of(host_pages);
+        Ok(LoadBack::Started { tokens })
+    }
+
+    fn start_load(&mut self, id: RequestId, plan: &LoadPlan) -> Result<OpId, CoreError> {
+        let pages = plan.host_pages.len() as u32;
+        let mut device_pages: Vec<PageId> = Vec::with_capacity(pages as usize);
+        if !self.device.alloc(pages, &mut device_pages) {
+            self.violation("device room was made and is not there");
+        }
+        let pairs = plan
+            .host_pages
+            .iter()
+            .zip(&device_pages)
+            .map(|(&source, &target)| PagePair { source, target })
+            .collect();
+        let op = self.new_op();
+        if let Err((error, device_pages)) = self.tree.begin_load(op, plan, device_pages) {
+            self.free_device(&device_pages);
+            return Err(error.into());
+        }
+        self.loads
+            .ops
+            .insert(op, Load { pages, layers: 0, copied: false, waiting: SmallVec::from_elem(id, 1) });
+        let after = self.fence;
+        self.act(Action::CopyToDevice { op, pairs, after });
+        Ok(op)
+    }
+
+    /// Moves the request's lock down to `node` and appends the pages being loaded to its table.
+    fn adopt_loaded_path(
+        &mut self,
+        id: RequestId,
+        node: crate::base::NodeId,
+        waits_for: SmallVec<[OpId; 2]>,
+    ) -> Result<(), CoreError> {
+        let lock = self.tree.lock(node)?;
+        let request = self.requests.get_mut(id.0).ok_or(CoreError::UnknownRequest)?;
+        self.tree.path_pages(node, request.shared, &mut request.pages)?;
+        request.shared = request.pages.len() as u32;
+        request.loads = waits_for;
+        let old_lock = request.lock.replace(lock);
+        let old_host = request.host.take();
+        if let Some(old) = old_lock {
+            self.tree.unlock(old)?;
+        }
+        if let Some(old) = old_host {
+            self.tree.unpin_host(old.pin)?;
+        }
+        Ok(())
+    }
+
+    /// How far the loads are that the request waits for. O(loads of the request).
+    pub fn load_state(&self, id: RequestId) -> Result<LoadState, CoreError> {
+        let request = self.request_ref(id)?;
+        if request.load_failed {
+            return Ok(LoadState::Failed);
+        }
+        let layers = request.loads.iter().filter_map(|op| self.loads.ops.get(op)).map(|l| l.layers).min();
+        Ok(layers.map_or(LoadState::Ready, |layers| LoadState::Pending { layers }))
+    }
+
+    pub(super) fn layer_copied(&mut self, op: OpId, layers: u32) {
+        match self.loads.ops.get_mut(&op) {
+            Some(load) => load.layers = load.layers.max(layers),
+            None => self.stats.stray_events += 1,
+        }
+    }
+
+    /// The copy of a load has ended.
+    pub(super) fn load_copied(&mut self, op: OpId, ok: bool) {
+        if let Some(load) = self.loads.ops.get_mut(&op) {
+            load.copied = true;
+        }
+        let mut ends: Vec<LoadEnd> = Vec::new();
+        if self.tree.end_load(op, ok, &mut ends).is_err() {
+            self.violation("a load in flight is unknown to the tree");
+            return;
+        }
+        for end in ends {
+            self.load_ended(end);
+        }
+    }
+
+    fn load_ended(&mut self, end: LoadEnd) {
+        let Some(load) = self.loads.ops.remove(&end.op) else {
+            self.violation("the tree ended a load that is not in flight");
+            return;
+        };
+        self.digest.mix(end.op.0);
+        let failed = match end.outcome {
+            LoadOutcome::Published { returned, .. } => {
+                self.stats.loaded_pages += u64::from(load.pages);
+                self.free_device(&returned);
+                false
+            }
+            LoadOutcome::Failed { returned } => {
+                self.stats.load_failed_pages += returned.len() as u64;
+                self.free_device(&returned);
+                true
+            }
+        };
+        for id in load.waiting {
+            // The request may have gone; the load does not depend on it.
+            if let Some(request) = self.requests.get_mut(id.0) {
+                request.loads.retain(|op| *op != end.op);
+                request.load_failed |= failed;
+            }
+        }
+    }
+}

@@ -1,0 +1,31 @@
+//! Floor 3: what moves between device, host and store, and when. Pure.
+//!
+//! [`Core`] joins the tree and the page pools. It is told what happens and answers with decisions; see
+//! `docs/ARCHITECTURE.md` for the rules and [`action`] for the contract with the executors.
+
+pub mod action;
+pub mod agree;
+mod calls;
+pub mod config;
+pub mod core;
+mod load;
+pub mod oplog;
+pub mod outcome;
+mod prefetch;
+mod request;
+mod room;
+pub mod stats;
+mod storage;
+mod write;
+
+pub use self::core::{Core, CoreError};
+pub use action::{Action, EndKey, Event, PageOutcome, PagePair, StoreItem};
+pub use agree::{AgreeError, Agreement, Solo, Votes};
+pub use config::{ConfigError, CoreConfig, PrefetchConfig, PrefetchPolicy, StoreConfig, WritePolicy};
+pub use oplog::{Op, OpLog, OpLogError};
+pub use outcome::{
+    Alloc, Checkpoint, LoadBack, LoadState, MatchInfo, PageCounts, Prefetch, PrefetchEnd, PrefetchState,
+    Refusal,
+};
+pub use request::RequestId;
+pub use stats::Stats;

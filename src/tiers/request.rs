@@ -1,0 +1,64 @@
+//! What a running request holds.
+
+use smallvec::SmallVec;
+
+use super::outcome::PrefetchEnd;
+use crate::base::slab::SlabKey;
+use crate::base::{NamespaceId, NodeId, OpId, PageId};
+use crate::tree::{DeviceLock, HostPin};
+
+/// Name of a request inside a core.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct RequestId(pub(super) SlabKey);
+
+/// The restorable part of a match: host copies below the device part, kept by a pin until they are loaded or
+/// the request goes.
+#[derive(Debug)]
+pub(super) struct HostPart {
+    pub(super) pin: HostPin,
+    pub(super) node: NodeId,
+    pub(super) pages: u32,
+}
+
+/// State of one request. `pages[..shared]` belong to the tree and are kept by `lock`; `pages[shared..]` belong
+/// to the request.
+#[derive(Debug)]
+pub(super) struct Request {
+    pub(super) namespace: NamespaceId,
+    pub(super) pages: Vec<PageId>,
+    pub(super) shared: u32,
+    /// Pages whose nodes this request has counted a hit on.
+    pub(super) counted: u32,
+    pub(super) lock: Option<DeviceLock>,
+    pub(super) host: Option<HostPart>,
+    /// Deepest node of the match.
+    pub(super) node: Option<NodeId>,
+    /// Loads this request waits for.
+    pub(super) loads: SmallVec<[OpId; 2]>,
+    pub(super) load_failed: bool,
+    pub(super) prefetch: Option<OpId>,
+    pub(super) prefetch_end: Option<PrefetchEnd>,
+}
+
+impl Request {
+    pub(super) fn new(namespace: NamespaceId) -> Self {
+        Request {
+            namespace,
+            pages: Vec::new(),
+            shared: 0,
+            counted: 0,
+            lock: None,
+            host: None,
+            node: None,
+            loads: SmallVec::new(),
+            load_failed: false,
+            prefetch: None,
+            prefetch_end: None,
+        }
+    }
+
+    /// Pages that belong to the request itself.
+    pub(super) fn own(&self) -> &[PageId] {
+        &self.pages[self.shared as usize..]
+    }
+}

@@ -1,0 +1,65 @@
+//! Making room: who goes when pages are short, and what becomes of it.
+
+use super::core::Core;
+use super::outcome::Refusal;
+use crate::base::PageId;
+use crate::tree::{DeviceEviction, Unbacked};
+
+impl Core {
+    /// Evicts until `want` device pages are free or nothing more can go now. Never waits: under write-back an
+    /// un-backed victim frees its pages when its copy has ended.
+    pub(super) fn make_device_room(&mut self, want: u32) -> bool {
+        let free = self.device.free_pages();
+        if free >= want {
+            return true;
+        }
+        // What copies in flight will free is on its way; do not write more victims than are needed.
+        let short = want - free;
+        let mode = match self.config.write.backs_up_on_eviction() {
+            true => Unbacked::Report,
+            false => Unbacked::Delete,
+        };
+        let mut gone = DeviceEviction::default();
+        self.tree.evict_device(short, mode, &mut gone);
+        self.take_evicted(&gone, Refusal::NotBackedUp);
+        if !gone.needs_backup.is_empty() {
+            let still_short = want.saturating_sub(self.device.free_pages());
+            self.write_back(&gone.needs_backup, still_short);
+        }
+        self.device.free_pages() >= want
+    }
+
+    /// Pages of an eviction go back to their pools; what was deleted is counted under `reason`.
+    pub(super) fn take_evicted(&mut self, gone: &DeviceEviction, reason: Refusal) {
+        self.stats.demoted_pages += u64::from(gone.demoted_pages);
+        self.stats.deleted_pages += u64::from(gone.deleted_pages);
+        let deleted_tokens = self.tokens_of(gone.deleted_pages);
+        self.stats.drop_tokens(reason, deleted_tokens);
+        self.free_device(&gone.freed_device);
+        self.free_host(&gone.freed_host);
+    }
+
+    /// Evicts until `want` host pages are free or nothing more can go now: host leaves first, then copies whose
+    /// node still lies on the device.
+    pub(super) fn make_host_room(&mut self, want: u32) -> bool {
+        let free = self.host.free_pages();
+        if free >= want {
+            return true;
+        }
+        let mut pages: Vec<PageId> = Vec::new();
+        self.tree.evict_host(want - free, &mut pages);
+        let evicted = pages.len() as u32;
+        self.stats.host_evicted_pages += u64::from(evicted);
+        let tokens = self.tokens_of(evicted);
+        self.stats.drop_tokens(Refusal::HostEvicted, tokens);
+        self.free_host(&pages);
+        let free = self.host.free_pages();
+        if free < want {
+            pages.clear();
+            self.tree.reclaim_mirrors(want - free, &mut pages);
+            self.stats.mirror_reclaimed_pages += pages.len() as u64;
+            self.free_host(&pages);
+        }
+        self.host.free_pages() >= want
+    }
+}

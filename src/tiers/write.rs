@@ -1,0 +1,178 @@
+//! Device to host: write-through when a node is due, write-back when it is evicted.
+//!
+//! A backup is `None -> Pending(op) -> Present` in the tree; this file owns the operations. The host pages of a
+//! backup lie in the tree from its start (marked pending), so there is nothing here that could leak them: the
+//! end of the operation either publishes them or gets them back.
+
+use super::action::{Action, PagePair};
+use super::core::Core;
+use super::outcome::Refusal;
+use crate::base::containers::Map;
+use crate::base::{NodeId, OpId, PageId};
+use crate::tree::{BackupEnd, BackupOutcome, BackupPlan, DeviceEviction};
+
+/// One backup in flight.
+#[derive(Debug)]
+struct Backup {
+    pages: u32,
+    /// The copy has ended; the tree holds the publication until the parent's has.
+    copied: bool,
+    /// Write-back: leave the device when the host copy is there.
+    demote: bool,
+}
+
+/// Backups in flight.
+#[derive(Debug, Default)]
+pub(super) struct Backups {
+    ops: Map<OpId, Backup>,
+    /// Device pages that copies in flight read.
+    held_pages: u32,
+    /// Those among them that leave the device when the copy has ended.
+    leaving_pages: u32,
+}
+
+impl Backups {
+    pub(super) fn contains(&self, op: OpId) -> bool {
+        self.ops.get(&op).is_some_and(|b| !b.copied)
+    }
+
+    pub(super) fn has(&self, op: OpId) -> bool {
+        self.ops.contains_key(&op)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.ops.len()
+    }
+
+    pub(super) fn held_pages(&self) -> u32 {
+        self.held_pages
+    }
+}
+
+impl Core {
+    /// Write-through: backs up `node` and its un-backed ancestors, parents first, in one operation.
+    pub(super) fn write_through(&mut self, node: NodeId) {
+        let mut plan = BackupPlan::default();
+        let planned = self.tree.plan_backup(node, &mut plan);
+        let pages = plan.device_pages.len() as u32;
+        if planned.is_err() || pages == 0 {
+            return;
+        }
+        // Making room may give up host copies on the path just planned, so plan again afterwards.
+        let room = self.make_host_room(pages) && self.tree.plan_backup(node, &mut plan).is_ok();
+        if !room || !self.start_backup(&plan, false) {
+            self.refused(Refusal::NoHostPages);
+        }
+    }
+
+    /// Write-back: copies evicted leaves to the host so that they can leave; those that find no host page are
+    /// dropped. Stops when what is coming covers `short_pages`.
+    pub(super) fn write_back(&mut self, victims: &[NodeId], short_pages: u32) {
+        let mut freed = 0;
+        for &node in victims {
+            if freed + self.backups.leaving_pages >= short_pages {
+                return;
+            }
+            let mut plan = BackupPlan::default();
+            // A backed-up node above an un-backed victim is listed too; it leaves by demotion when its child has.
+            if self.tree.plan_backup(node, &mut plan).is_err() || plan.device_pages.is_empty() {
+                continue;
+            }
+            self.make_host_room(plan.device_pages.len() as u32);
+            if !self.start_backup(&plan, true) {
+                freed += self.drop_leaf(node);
+            }
+        }
+    }
+
+    /// A victim that can have no host page leaves for good (B02: never demote what was not written).
+    fn drop_leaf(&mut self, node: NodeId) -> u32 {
+        let mut gone = DeviceEviction::default();
+        if self.tree.delete_leaf(node, &mut gone).is_err() {
+            return 0;
+        }
+        self.take_evicted(&gone, Refusal::NoHostPages);
+        gone.freed_device.len() as u32
+    }
+
+    /// False: no host pages; nothing changed.
+    fn start_backup(&mut self, plan: &BackupPlan, demote: bool) -> bool {
+        let pages = plan.device_pages.len() as u32;
+        let mut host_pages: Vec<PageId> = Vec::with_capacity(pages as usize);
+        if !self.host.alloc(pages, &mut host_pages) {
+            return false;
+        }
+        let pairs = plan
+            .device_pages
+            .iter()
+            .zip(&host_pages)
+            .map(|(&source, &target)| PagePair { source, target })
+            .collect();
+        let op = self.new_op();
+        if let Err((error, host_pages)) = self.tree.begin_backup(op, plan, host_pages) {
+            tracing::error!(%error, "sapwood: a fresh backup plan was refused");
+            self.free_host(&host_pages);
+            self.violation(&format!("a fresh backup plan was refused: {error}"));
+            return false;
+        }
+        self.backups.ops.insert(op, Backup { pages, copied: false, demote });
+        self.backups.held_pages += pages;
+        if demote {
+            self.backups.leaving_pages += pages;
+        }
+        let after = self.fence;
+        self.act(Action::CopyToHost { op, pairs, after });
+        true
+    }
+
+    /// The copy of a backup has ended.
+    pub(super) fn backup_copied(&mut self, op: OpId, ok: bool) {
+        if let Some(backup) = self.backups.ops.get_mut(&op) {
+            backup.copied = true;
+        }
+        let mut ends: Vec<BackupEnd> = Vec::new();
+        if self.tree.end_backup(op, ok, &mut ends).is_err() {
+            self.violation("a backup in flight is unknown to the tree");
+            return;
+        }
+        for end in ends {
+            self.backup_ended(end);
+        }
+    }
+
+    fn backup_ended(&mut self, end: BackupEnd) {
+        let Some(backup) = self.backups.ops.remove(&end.op) else {
+            self.violation("the tree ended a backup that is not in flight");
+            return;
+        };
+        self.backups.held_pages -= backup.pages;
+        if backup.demote {
+            self.backups.leaving_pages -= backup.pages;
+        }
+        self.digest.mix(end.op.0);
+        match end.outcome {
+            BackupOutcome::Failed { returned } => {
+                self.stats.backup_failed_pages += returned.len() as u64;
+                self.free_host(&returned);
+            }
+            BackupOutcome::Published { nodes } => {
+                self.stats.backed_up_pages += u64::from(backup.pages);
+                // Children before parents: a leaf must be gone before its parent is one.
+                if backup.demote {
+                    nodes.iter().rev().for_each(|&node| self.demote_if_idle(node));
+                }
+                for node in nodes {
+                    self.store_node(node);
+                }
+            }
+        }
+    }
+
+    /// Demotes a written-back node, unless somebody has come to use it meanwhile.
+    fn demote_if_idle(&mut self, node: NodeId) {
+        let mut gone = DeviceEviction::default();
+        if self.tree.demote(node, &mut gone).is_ok() {
+            self.take_evicted(&gone, Refusal::NotBackedUp);
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! Eviction. Every victim is a leaf of its tier, found at the end of a list or the top of a heap: the cost is that of what
+//! is freed, whatever the size of the tree. The last victim is cut to what is still wanted.
+
+use crate::base::containers::Map;
+use crate::base::{NodeId, PageId};
+
+use super::node::{Listed, NIL, ROOT, Residency};
+use super::order::facts;
+use super::{DeviceEviction, HostEviction, Tree, TreeError, Unbacked};
+
+impl Tree {
+    /// Frees `want_pages` device pages, or all that nobody holds if that is less. A victim with a host copy is demoted; one
+    /// without is deleted together with what hangs below it on the host, or reported, as `unbacked` says. Reported
+    /// pages count as found. Appends to `out`. O(nodes freed or reported), times log of the leaves under a heap policy.
+    pub fn evict_device(&mut self, want_pages: u32, unbacked: Unbacked, out: &mut DeviceEviction) {
+        if self.orders.policy.is_list() {
+            self.evict_device_by_list(want_pages, unbacked, out);
+        } else {
+            self.evict_device_by_heap(want_pages, unbacked, out);
+        }
+    }
+
+    fn evict_device_by_list(&mut self, want_pages: u32, unbacked: Unbacked, out: &mut DeviceEviction) {
+        let mut left = want_pages;
+        let mut at = self.orders.device.oldest;
+        while left > 0 && at != NIL {
+            self.cut_tail(at, left);
+            let node = &self.arena.nodes[at as usize];
+            let (pages, newer) = (node.pages, node.order.newer);
+            // Descendants come first in the list, so a child that is still there was reported.
+            let ready = node.host == Residency::Present || unbacked == Unbacked::Delete;
+            if ready && node.kids_device == 0 {
+                self.evict_one(at, out);
+            } else if unbacked == Unbacked::Report {
+                out.needs_backup.push(self.arena.id(at));
+                out.needs_backup_pages += pages;
+            } else {
+                debug_assert!(false, "the oldest node of the device order is a leaf");
+                break;
+            }
+            left -= pages;
+            at = newer;
+        }
+    }
+
+    fn evict_device_by_heap(&mut self, want_pages: u32, unbacked: Unbacked, out: &mut DeviceEviction) {
+        let mut left = want_pages;
+        // Reported nodes, and how many children of a node were reported: with all of them it is next in line.
+        let mut aside = Vec::new();
+        let mut reported: Map<u32, u32> = Map::default();
+        while left > 0 {
+            let Some(at) = self.orders.device_heap.peek() else { break };
+            let tail = self.orders.policy.tail_pages(&facts(&self.arena.nodes[at as usize]));
+            self.cut_tail(at, left.min(tail));
+            let node = &self.arena.nodes[at as usize];
+            let (parent, pages) = (node.parent, node.pages);
+            left -= pages;
+            let ready = node.host == Residency::Present || unbacked == Unbacked::Delete;
+            if ready && node.kids_device == 0 {
+                self.evict_one(at, out);
+            } else {
+                out.needs_backup.push(self.arena.id(at));
+                out.needs_backup_pages += pages;
+                self.orders.device_heap.remove(at);
+                aside.push(at);
+                *reported.entry(parent).or_insert(0) += 1;
+            }
+            let up = &self.arena.nodes[parent as usize];
+            let all_reported = up.kids_device > 0 && reported.get(&parent) == Some(&up.kids_device);
+            if all_reported && parent != ROOT && up.locks == 0 {
+                self.orders.device_heap.set(parent, self.orders.policy.key(&facts(up)));
+                aside.push(parent);
+            }
+        }
+        // Back to what their states say.
+        for at in aside {
+            self.orders.device_heap.remove(at);
+            self.orders.rekey(&self.arena, at);
+        }
+    }
+
+    /// Splits a node so that it keeps at most its last `pages` pages.
+    fn cut_tail(&mut self, at: u32, pages: u32) {
+        let all = self.arena.nodes[at as usize].pages;
+        if all > pages {
+            self.split(at, all - pages);
+        }
+    }
+
+    /// Demotes or deletes an unlocked device leaf. A tick of its own, so that no two leaves are equally old.
+    fn evict_one(&mut self, at: u32, out: &mut DeviceEviction) {
+        self.tick();
+        let node = &self.arena.nodes[at as usize];
+        let pages = node.pages;
+        if node.host == Residency::Present {
+            self.arena.nodes[at as usize].tick = self.orders.tick;
+            self.drop_device(at, &mut out.freed_device);
+            out.demoted_pages += pages;
+            self.try_merge(at);
+            return;
+        }
+        let doomed = if node.kids == 0 { Vec::new() } else { self.subtree(at) };
+        for &low in doomed.iter().skip(1).rev() {
+            self.drop_host(low, &mut out.freed_host);
+            self.remove_leaf(low);
+            out.deleted_nodes += 1;
+        }
+        self.drop_device(at, &mut out.freed_device);
+        self.remove_leaf(at);
+        out.deleted_pages += pages;
+        out.deleted_nodes += 1;
+    }
+
+    /// Frees the device copy of a leaf of the device tier whose host copy stays. Appends to `out`.
+    ///
+    /// # Errors
+    /// Unknown node, the root, not on the device, locked, a child on the device, or no published host copy.
+    pub fn demote(&mut self, node: NodeId, out: &mut DeviceEviction) -> Result<(), TreeError> {
+        let at = self.check_device_leaf(node)?;
+        if self.arena.nodes[at as usize].host != Residency::Present {
+            return Err(TreeError::NotBackedUp(node));
+        }
+        self.evict_one(at, out);
+        Ok(())
+    }
+
+    /// Deletes a leaf of the device tier without a host copy, and what hangs below it on the host. Appends to `out`.
+    ///
+    /// # Errors
+    /// Unknown node, the root, not on the device, locked, a child on the device, a host copy (demote it instead), or
+    /// something below it in use.
+    pub fn delete_leaf(&mut self, node: NodeId, out: &mut DeviceEviction) -> Result<(), TreeError> {
+        let at = self.check_device_leaf(node)?;
+        let n = &self.arena.nodes[at as usize];
+        if n.host != Residency::Absent {
+            return Err(TreeError::AlreadyBackedUp(node));
+        }
+        if n.pins > 0 {
+            return Err(TreeError::InUse(node));
+        }
+        self.evict_one(at, out);
+        Ok(())
+    }
+
+    fn check_device_leaf(&self, node: NodeId) -> Result<u32, TreeError> {
+        let at = self.slot_below_root(node)?;
+        let n = &self.arena.nodes[at as usize];
+        if n.device != Residency::Present {
+            Err(TreeError::NotOnDevice(node))
+        } else if n.locks > 0 {
+            Err(TreeError::InUse(node))
+        } else if n.kids_device > 0 {
+            Err(TreeError::NotLeaf(node))
+        } else {
+            Ok(at)
+        }
+    }
+
+    /// Frees `want_pages` host pages of nodes that are only on the host, or all that nobody holds if that is less. The
+    /// pages are appended to `out`. O(nodes freed), times log of the leaves under a heap policy.
+    pub fn evict_host(&mut self, want_pages: u32, out: &mut Vec<PageId>) -> HostEviction {
+        self.tick();
+        let mut done = HostEviction::default();
+        while done.freed_pages < want_pages {
+            let by_list = self.orders.policy.is_list();
+            let at =
+                if by_list { self.orders.host.oldest } else { self.orders.host_heap.peek().unwrap_or(NIL) };
+            if at == NIL {
+                break;
+            }
+            let node = &self.arena.nodes[at as usize];
+            if node.kids > 0 || node.listed != Listed::Host {
+                debug_assert!(false, "the oldest node of the host order is a leaf");
+                break;
+            }
+            let tail = self.orders.policy.tail_pages(&facts(node));
+            self.cut_tail(at, tail.min(want_pages - done.freed_pages));
+            done.freed_pages += self.arena.nodes[at as usize].pages;
+            done.deleted_nodes += 1;
+            self.drop_host(at, out);
+            self.remove_leaf(at);
+        }
+        done
+    }
+
+    /// Frees up to `want_pages` host pages of nodes that are on the device too: those that became reclaimable first go
+    /// first. Under `BackedUpParent` only where no child holds or awaits a host copy; never where one is pinned or in
+    /// flight. The pages are appended to `out`. O(nodes freed).
+    pub fn reclaim_mirrors(&mut self, want_pages: u32, out: &mut Vec<PageId>) -> HostEviction {
+        self.tick();
+        let mut done = HostEviction::default();
+        while done.freed_pages < want_pages && self.orders.mirrors.oldest != NIL {
+            let at = self.orders.mirrors.oldest;
+            self.cut_tail(at, want_pages - done.freed_pages);
+            done.freed_pages += self.arena.nodes[at as usize].pages;
+            self.drop_host(at, out);
+        }
+        done
+    }
+}

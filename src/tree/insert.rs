@@ -1,0 +1,218 @@
+//! Hand-over of device pages: what the tree lacks becomes its own, what it has goes back.
+
+use crate::base::PageId;
+use crate::key::{Key, hash_pages};
+
+use super::node::{NIL, NO_PAGE, ROOT, Residency, Run};
+use super::walk::Walk;
+use super::{InsertOpts, InsertOut, Inserted, Tree, TreeError};
+
+impl Tree {
+    /// Puts the whole pages of `key` into the tree. `pages` has one page per whole page of the key, from the root on;
+    /// `pages[..owned_from]` are the tree's (a look-up returned them and a lock held them since), the rest are the
+    /// caller's and are handed over. Pages that the tree has on the device already come back in `out.returned`, each
+    /// once; `out.canonical` says what the tree holds for `owned_from..`. Nodes that were only on the host take the
+    /// caller's pages. Nodes on their way from the host can not: whoever waits for that load has its pages in a page
+    /// table, so the insert is refused until the load has ended. The path counts as used. O(tokens + nodes), one allocation at most per list of
+    /// a new node.
+    ///
+    /// # Errors
+    /// A key this tree cannot hold, a page list of another length, pages below `owned_from` that the tree does not hold
+    /// on the device, or a page that is the tree's own, or a load in flight on the path. Nothing is changed and nothing handed over.
+    pub fn insert(
+        &mut self,
+        key: Key<'_>,
+        pages: &[PageId],
+        owned_from: u32,
+        opts: InsertOpts,
+        out: &mut InsertOut,
+    ) -> Result<Inserted, TreeError> {
+        out.returned.clear();
+        out.canonical.clear();
+        self.check_key(key)?;
+        let whole = key.pages(self.page_size);
+        if pages.len() != whole as usize {
+            return Err(TreeError::PageCount { want: whole, got: pages.len() });
+        }
+        let mut path = std::mem::take(&mut self.path);
+        path.clear();
+        let walk = self.walk(ROOT, key, |at, _| path.push(at));
+        let checked = self.check_insert(&path, walk, pages, owned_from);
+        if checked.is_ok() {
+            self.tick();
+            self.split_spare(walk, &mut path);
+        }
+        let result =
+            checked.map(|()| self.commit_insert(key, pages, owned_from, opts, walk.pages, &mut path, out));
+        self.path = path;
+        let inserted = result?;
+        self.try_merge_above(inserted.node.index);
+        Ok(inserted)
+    }
+
+    fn check_insert(
+        &self,
+        path: &[u32],
+        walk: Walk,
+        pages: &[PageId],
+        owned_from: u32,
+    ) -> Result<(), TreeError> {
+        let mut held = 0;
+        for &at in path {
+            let node = &self.arena.nodes[at as usize];
+            if node.device == Residency::Absent {
+                break;
+            }
+            if node.device == Residency::Pending {
+                return Err(TreeError::LoadInFlight(self.arena.id(at)));
+            }
+            let end = node.end().min(walk.pages);
+            if node.device == Residency::Present {
+                held = end;
+            }
+            // The caller's own pages cannot be the ones the tree holds, or is loading into, at the same place.
+            let from = node.depth.max(owned_from);
+            if from < end {
+                let run = &self.arena.runs[node.run as usize];
+                let mine = &run.device[(node.from + from - node.depth) as usize..];
+                let theirs = &pages[from as usize..end as usize];
+                if let Some((&page, _)) = theirs.iter().zip(mine).find(|(a, b)| a == b) {
+                    return Err(TreeError::NotYours { page });
+                }
+            }
+        }
+        if let Some(&page) =
+            pages[pages.len().min(owned_from as usize)..].iter().find(|&&page| page == NO_PAGE)
+        {
+            return Err(TreeError::NotYours { page });
+        }
+        if owned_from > held { Err(TreeError::PrefixNotHeld { owned_from, held }) } else { Ok(()) }
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "one caller; the two halves of insert share its locals")]
+    fn commit_insert(
+        &mut self,
+        key: Key<'_>,
+        pages: &[PageId],
+        owned_from: u32,
+        opts: InsertOpts,
+        matched: u32,
+        path: &mut Vec<u32>,
+        out: &mut InsertOut,
+    ) -> Inserted {
+        let whole = pages.len() as u32;
+        self.split_for_hits(opts, path);
+        let (mut matched_pages, mut revived_pages) = (0, 0);
+        for &at in path.iter() {
+            let node = &self.arena.nodes[at as usize];
+            let (start, end) = (node.depth, node.end());
+            if node.device == Residency::Present {
+                matched_pages += end - start;
+                out.returned.extend_from_slice(&pages[start.max(owned_from).min(end) as usize..end as usize]);
+            } else {
+                revived_pages += end - start;
+                self.revive(at, &pages[start as usize..end as usize]);
+            }
+            self.count_insert(at, opts, whole);
+        }
+        let mut last = path.last().copied().unwrap_or(ROOT);
+        if matched < whole {
+            last = self.add_device_leaf(last, key, pages, matched);
+            self.count_insert(last, opts, whole);
+            path.push(last);
+        }
+        let mut due = None;
+        for &at in path.iter() {
+            let node = &self.arena.nodes[at as usize];
+            if node.end() > owned_from {
+                let skip = owned_from.saturating_sub(node.depth) as usize;
+                let list = &self.arena.runs[node.run as usize].device[node.range()];
+                out.canonical.extend_from_slice(&list[skip..]);
+            }
+            if opts.count_hits_from.is_some()
+                && self.write_threshold > 0
+                && node.hits >= self.write_threshold
+                && node.host == Residency::Absent
+            {
+                due = Some(self.arena.id(at));
+            }
+        }
+        for &at in path.iter().rev() {
+            self.orders.touch(&mut self.arena, at);
+        }
+        let new_pages = whole - matched;
+        Inserted { node: self.arena.id(last), matched_pages, revived_pages, new_pages, due }
+    }
+
+    /// Hits are counted per page: a node that lies on both sides of the first page to count is split there.
+    fn split_for_hits(&mut self, opts: InsertOpts, path: &mut Vec<u32>) {
+        let Some(from) = opts.count_hits_from else { return };
+        let crossing = path.iter().position(|&at| {
+            let node = &self.arena.nodes[at as usize];
+            node.depth < from && from < node.end() && node.hits < self.hits_cap
+        });
+        if let Some(i) = crossing {
+            let keep = from - self.arena.nodes[path[i] as usize].depth;
+            let prefix = self.split(path[i], keep);
+            path.insert(i, prefix);
+        }
+    }
+
+    fn count_insert(&mut self, at: u32, opts: InsertOpts, end: u32) {
+        let uses_reach = self.orders.policy.uses_reach();
+        let node = &mut self.arena.nodes[at as usize];
+        // A new leaf counts whole if any page of it does; walked nodes were split at the border.
+        let counted = opts
+            .count_hits_from
+            .is_some_and(|from| node.depth >= from || node.hits == 0 && node.end() > from);
+        if counted && node.hits < self.hits_cap {
+            node.hits += 1;
+        }
+        node.priority = node.priority.max(opts.priority);
+        if uses_reach {
+            node.reach = node.reach.max(end);
+        }
+    }
+
+    fn add_device_leaf(&mut self, parent: u32, key: Key<'_>, pages: &[PageId], from: u32) -> u32 {
+        let p = self.page_size as usize;
+        let (from, whole) = (from as usize, pages.len());
+        let tokens = &key.tokens[from * p..whole * p + self.view.overlap()];
+        let mut run = Run {
+            tokens: tokens.to_vec(),
+            device: pages[from..].to_vec(),
+            pages: (whole - from) as u32,
+            ..Run::default()
+        };
+        if self.hashing {
+            let prior = self.prior_hash(parent, key.ns);
+            run.hashes.reserve_exact(whole - from);
+            hash_pages(Key { tokens, ..key }, self.page_size, prior, &mut run.hashes);
+        }
+        let at = self.add_leaf(parent, key.ns, run);
+        self.arena.nodes[at as usize].priority = i32::MIN;
+        self.set_device(at, Residency::Present);
+        at
+    }
+
+    /// A node that has only a host copy takes device pages from an insert. If a load is under way, its pages become
+    /// superfluous and stay with the operation until it ends.
+    fn revive(&mut self, at: u32, pages: &[PageId]) {
+        let node = &mut self.arena.nodes[at as usize];
+        let run = &mut self.arena.runs[node.run as usize];
+        if node.device == Residency::Pending {
+            let op = std::mem::replace(&mut node.op, NIL);
+            self.stats.device_pages_superseded += node.pages;
+            self.ops.get_mut(op).returned.extend_from_slice(&run.device[node.range()]);
+        }
+        run.set_device(node.range(), pages);
+        self.set_device(at, Residency::Present);
+    }
+
+    /// After an insert the leaf may continue its parent so evenly that both are one.
+    fn try_merge_above(&mut self, leaf: u32) {
+        if leaf != ROOT {
+            self.try_merge(self.arena.nodes[leaf as usize].parent);
+        }
+    }
+}

@@ -1,0 +1,240 @@
+//! Device copies, and loads from the host. The only writer of device presence.
+//!
+//! The mirror image of `backup`: `Absent -> Pending(op) -> Present`, and the set of device copies is closed towards the
+//! root. An insert may overtake a load: its pages win, the load's go back when it ends.
+
+use crate::base::{NodeId, OpId, PageId};
+
+use super::backup::Verdict;
+use super::node::{NIL, NO_PAGE, ROOT, Residency};
+use super::op::OpKind;
+use super::{LoadEnd, LoadOutcome, LoadPlan, Tree, TreeError, forget_pages};
+
+impl Tree {
+    /// Plans the copies that bring the path to `node` onto the device: the nodes with only a host copy, root first. Loads
+    /// in flight on that path are listed in `joins` and not planned again. Empty if all is there or under way. O(nodes
+    /// above `node` that are not on the device).
+    ///
+    /// # Errors
+    /// Unknown node, the root.
+    pub fn plan_load(&self, node: NodeId, plan: &mut LoadPlan) -> Result<(), TreeError> {
+        *plan = LoadPlan {
+            nodes: std::mem::take(&mut plan.nodes),
+            node_pages: std::mem::take(&mut plan.node_pages),
+            host_pages: std::mem::take(&mut plan.host_pages),
+            joins: std::mem::take(&mut plan.joins),
+            later_pages: 0,
+        };
+        plan.nodes.clear();
+        plan.node_pages.clear();
+        plan.host_pages.clear();
+        plan.joins.clear();
+        let mut at = self.slot_below_root(node)?;
+        let mut below_load = false;
+        while at != ROOT {
+            let node = &self.arena.nodes[at as usize];
+            match node.device {
+                Residency::Present => break,
+                Residency::Pending => {
+                    let op = self.ops.get(node.op).id;
+                    if !plan.joins.contains(&op) {
+                        plan.joins.push(op);
+                    }
+                    below_load = true;
+                }
+                Residency::Absent => {
+                    // Above a load whose own upper part failed: that part goes first, the rest is for a later plan.
+                    if below_load {
+                        for id in plan.nodes.drain(..) {
+                            plan.later_pages += self.arena.nodes[id.index as usize].pages;
+                        }
+                        below_load = false;
+                    }
+                    plan.nodes.push(self.arena.id(at));
+                }
+            }
+            at = node.parent;
+        }
+        plan.nodes.reverse();
+        plan.joins.reverse();
+        for id in &plan.nodes {
+            let node = &self.arena.nodes[id.index as usize];
+            plan.node_pages.push(node.pages);
+            plan.host_pages.extend_from_slice(&self.arena.runs[node.run as usize].host[node.range()]);
+        }
+        Ok(())
+    }
+
+    /// Appends the device pages of the path to `node` from page `from` of the path on, those being loaded included:
+    /// the rest of a page table whose head the caller has. O(pages appended + nodes they lie in).
+    ///
+    /// # Errors
+    /// Unknown node, or a node on that part of the path that has no device copy and none under way; then nothing is
+    /// appended.
+    pub fn path_pages(&self, node: NodeId, from: u32, out: &mut Vec<PageId>) -> Result<(), TreeError> {
+        let mut at = self.slot(node)?;
+        let end = self.arena.nodes[at as usize].end();
+        let start = out.len();
+        out.resize(start + end.saturating_sub(from) as usize, NO_PAGE);
+        while at != ROOT && self.arena.nodes[at as usize].end() > from {
+            let node = &self.arena.nodes[at as usize];
+            if node.device == Residency::Absent {
+                out.truncate(start);
+                return Err(TreeError::NotOnDevice(self.arena.id(at)));
+            }
+            let skipped = from.saturating_sub(node.depth);
+            let pages = &self.arena.runs[node.run as usize].device[node.range()][skipped as usize..];
+            let into = start + (node.depth + skipped - from) as usize;
+            out[into..into + pages.len()].copy_from_slice(pages);
+            at = node.parent;
+        }
+        Ok(())
+    }
+
+    /// Starts a load: the nodes of the plan own `device_pages` from now on, pending; their host copies and the path above
+    /// stay in place until [`end_load`](Tree::end_load).
+    ///
+    /// # Errors
+    /// The id is in flight, the plan is empty or stale, or the page count is wrong. The pages come back and nothing is
+    /// changed.
+    pub fn begin_load(
+        &mut self,
+        op: OpId,
+        plan: &LoadPlan,
+        device_pages: Vec<PageId>,
+    ) -> Result<(), (TreeError, Vec<PageId>)> {
+        if let Err(refusal) = self.check_load(op, plan, &device_pages) {
+            return Err((refusal, device_pages));
+        }
+        let (first, last) = (plan.nodes[0].index, plan.nodes[plan.nodes.len() - 1].index);
+        let first = self.arena.nodes[first as usize].depth;
+        let slot = self.ops.add(op, OpKind::Load, last, first);
+        self.stats.ops += 1;
+        self.lock_path(last);
+        self.pin_path(last);
+        let mut pages = &device_pages[..];
+        for id in &plan.nodes {
+            let node = &mut self.arena.nodes[id.index as usize];
+            let (mine, rest) = pages.split_at(node.pages as usize);
+            pages = rest;
+            node.op = slot;
+            self.arena.runs[node.run as usize].set_device(node.range(), mine);
+            self.set_device(id.index, Residency::Pending);
+        }
+        Ok(())
+    }
+
+    fn check_load(&self, op: OpId, plan: &LoadPlan, device_pages: &[PageId]) -> Result<(), TreeError> {
+        if self.ops.contains(op) {
+            return Err(TreeError::OpInFlight(op));
+        }
+        let pages = self.check_chain(&plan.nodes, &plan.node_pages)?;
+        if device_pages.len() != pages as usize {
+            return Err(TreeError::PageCount { want: pages, got: device_pages.len() });
+        }
+        for &id in &plan.nodes {
+            let node = &self.arena.nodes[id.index as usize];
+            if node.device != Residency::Absent {
+                return Err(TreeError::AlreadyOnDevice(id));
+            }
+            if node.host != Residency::Present {
+                return Err(TreeError::NotBackedUp(id));
+            }
+        }
+        let top = &self.arena.nodes[plan.nodes[0].index as usize];
+        if self.arena.nodes[top.parent as usize].device == Residency::Absent {
+            return Err(TreeError::StalePlan(plan.nodes[0]));
+        }
+        Ok(())
+    }
+
+    /// Ends a load whose copies are done (`ok`) or failed. What is settled by that is appended to `out`: this load, unless
+    /// it has to wait for one above it, and those that waited for it, parents first.
+    ///
+    /// # Errors
+    /// No such load is in flight (a second end included).
+    pub fn end_load(&mut self, op: OpId, ok: bool, out: &mut Vec<LoadEnd>) -> Result<(), TreeError> {
+        let slot = self.ops.find(op, OpKind::Load).ok_or(TreeError::UnknownOp(op))?;
+        if self.ops.get(slot).waiting {
+            return Err(TreeError::UnknownOp(op));
+        }
+        let mut queue = vec![(slot, ok)];
+        let mut next = 0;
+        while let Some(&(slot, ok)) = queue.get(next) {
+            next += 1;
+            // A tick each, so that no two leaves are equally old.
+            self.tick();
+            let mine = self.still_loading(slot);
+            let verdict = if ok { self.judge_load(&mine) } else { Verdict::Fail };
+            if let Verdict::Wait(on) = verdict {
+                self.ops.get_mut(slot).waiting = true;
+                self.ops.get_mut(on).waiters.push(slot);
+                continue;
+            }
+            let done = self.ops.remove(slot);
+            self.stats.ops -= 1;
+            let mut returned = done.returned;
+            self.stats.device_pages_superseded -= returned.len() as u32;
+            let outcome = if matches!(verdict, Verdict::Publish) {
+                for &at in &mine {
+                    self.arena.nodes[at as usize].op = NIL;
+                    self.set_device(at, Residency::Present);
+                }
+                let nodes = mine.iter().map(|&at| self.arena.id(at)).collect();
+                LoadOutcome::Published { nodes, returned }
+            } else {
+                for &at in mine.iter().rev() {
+                    self.arena.nodes[at as usize].op = NIL;
+                    self.drop_device(at, &mut returned);
+                }
+                LoadOutcome::Failed { returned }
+            };
+            self.unpin_path(done.node);
+            self.unlock_path(done.node);
+            queue.extend(done.waiters.iter().map(|&waiter| (waiter, true)));
+            out.push(LoadEnd { op: done.id, outcome });
+        }
+        Ok(())
+    }
+
+    /// Nodes of a load that no insert has revived.
+    fn still_loading(&self, slot: u32) -> Vec<u32> {
+        let mut nodes = self.ops.fragments(&self.arena, slot);
+        nodes.retain(|&at| self.arena.nodes[at as usize].op == slot);
+        nodes
+    }
+
+    fn judge_load(&self, mine: &[u32]) -> Verdict {
+        let Some(&top) = mine.first() else { return Verdict::Publish };
+        let parent = &self.arena.nodes[self.arena.nodes[top as usize].parent as usize];
+        match parent.device {
+            Residency::Present => Verdict::Publish,
+            Residency::Pending => Verdict::Wait(parent.op),
+            Residency::Absent => Verdict::Fail,
+        }
+    }
+
+    /// Gives up the device copy of a node: its pages are appended to `into`.
+    pub(super) fn drop_device(&mut self, at: u32, into: &mut Vec<PageId>) {
+        let node = &self.arena.nodes[at as usize];
+        forget_pages(&mut self.arena.runs[node.run as usize].device[node.range()], into);
+        self.set_device(at, Residency::Absent);
+    }
+
+    pub(super) fn set_device(&mut self, at: u32, to: Residency) {
+        self.account(at, false);
+        let node = &mut self.arena.nodes[at as usize];
+        let parent = node.parent;
+        let (was, is) = (node.device != Residency::Absent, to != Residency::Absent);
+        node.device = to;
+        self.account(at, true);
+        let up = &mut self.arena.nodes[parent as usize];
+        match (was, is) {
+            (false, true) => up.kids_device += 1,
+            (true, false) => up.kids_device -= 1,
+            _ => {}
+        }
+        self.refresh(at);
+        self.refresh(parent);
+    }
+}

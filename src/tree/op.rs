@@ -1,0 +1,130 @@
+//! Operations in flight.
+//!
+//! An operation names what it owns by its deepest node and a range of depths. The deepest node is locked or pinned, keeps
+//! its id when it is split, and never dies under the operation; so splits need no hand-over: the fragments are found by
+//! walking up from it.
+
+use crate::base::containers::Map;
+use crate::base::{OpId, PageId};
+
+use super::node::Arena;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum OpKind {
+    Backup,
+    Load,
+    Store,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Op {
+    pub(super) id: OpId,
+    pub(super) kind: OpKind,
+    /// Slot of the deepest node.
+    pub(super) node: u32,
+    /// Pages from the root to the first page it owns.
+    pub(super) first: u32,
+    /// The copy is done, but a parent's is not: waits to be settled.
+    pub(super) waiting: bool,
+    /// Operations that wait for this one, in order of arrival.
+    pub(super) waiters: Vec<u32>,
+    /// Device pages that an insert made superfluous.
+    pub(super) returned: Vec<PageId>,
+    /// Pages of a store write, counted from the root.
+    pub(super) positions: Vec<u32>,
+    /// A store write that took a lock beside its pin.
+    pub(super) locked: bool,
+}
+
+/// Slots of operations.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Ops {
+    slots: Vec<Option<Op>>,
+    free: Vec<u32>,
+    by_id: Map<OpId, u32>,
+}
+
+impl Ops {
+    pub(super) fn find(&self, id: OpId, kind: OpKind) -> Option<u32> {
+        let slot = *self.by_id.get(&id)?;
+        self.slots[slot as usize].as_ref().is_some_and(|op| op.kind == kind).then_some(slot)
+    }
+
+    pub(super) fn contains(&self, id: OpId) -> bool {
+        self.by_id.contains_key(&id)
+    }
+
+    pub(super) fn add(&mut self, id: OpId, kind: OpKind, node: u32, first: u32) -> u32 {
+        let op = Op {
+            id,
+            kind,
+            node,
+            first,
+            waiting: false,
+            waiters: Vec::new(),
+            returned: Vec::new(),
+            positions: Vec::new(),
+            locked: false,
+        };
+        let slot = match self.free.pop() {
+            Some(slot) => slot,
+            None => {
+                self.slots.push(None);
+                self.slots.len() as u32 - 1
+            }
+        };
+        self.slots[slot as usize] = Some(op);
+        self.by_id.insert(id, slot);
+        slot
+    }
+
+    pub(super) fn get(&self, slot: u32) -> &Op {
+        self.slots[slot as usize]
+            .as_ref()
+            .expect("a node's mark names a live operation: set and cleared with it")
+    }
+
+    pub(super) fn get_mut(&mut self, slot: u32) -> &mut Op {
+        self.slots[slot as usize]
+            .as_mut()
+            .expect("a node's mark names a live operation: set and cleared with it")
+    }
+
+    pub(super) fn is_live(&self, slot: u32) -> bool {
+        self.slots.get(slot as usize).is_some_and(Option::is_some)
+    }
+
+    pub(super) fn remove(&mut self, slot: u32) -> Op {
+        let op =
+            self.slots[slot as usize].take().expect("removed once, by the call that settles the operation");
+        self.by_id.remove(&op.id);
+        self.free.push(slot);
+        op
+    }
+
+    /// In slot order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Op> + '_ {
+        self.slots.iter().flatten()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.by_id.len()
+    }
+
+    /// The nodes of an operation, root first.
+    pub(super) fn fragments(&self, arena: &Arena, slot: u32) -> Vec<u32> {
+        let op = self.get(slot);
+        let mut found = Vec::new();
+        let mut at = op.node;
+        loop {
+            let node = &arena.nodes[at as usize];
+            if node.pages == 0 || node.depth < op.first {
+                break;
+            }
+            found.push(at);
+            at = node.parent;
+        }
+        found.reverse();
+        found
+    }
+}

@@ -1,0 +1,224 @@
+//! Who can be evicted, and in which order. The only writer of `listed`, `mirrored` and their links.
+//!
+//! A node stands in the device order if it has a device copy and no lock, in the host order if it has only a host copy
+//! and neither lock nor pin. Locked nodes are not in any list, so a walk never has to skip them. Under a heap policy only
+//! leaves of the tier are in.
+
+use crate::base::heap::IndexHeap;
+
+use super::node::{Arena, Links, Listed, NIL, Node, ROOT, Residency};
+use super::policy::{NodeFacts, Policy};
+use super::types::BackupRule;
+
+/// Ends of an intrusive list.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ends {
+    pub(super) oldest: u32,
+    pub(super) newest: u32,
+}
+
+impl Ends {
+    const EMPTY: Ends = Ends { oldest: NIL, newest: NIL };
+}
+
+/// The two eviction orders and the list of reclaimable mirrors.
+#[derive(Clone, Debug)]
+pub(super) struct Orders {
+    pub(super) policy: Policy,
+    pub(super) device: Ends,
+    pub(super) host: Ends,
+    pub(super) device_heap: IndexHeap,
+    pub(super) host_heap: IndexHeap,
+    /// Nodes whose host copy could be given up, in the order in which that became so.
+    pub(super) mirrors: Ends,
+    /// Advances once per call; the only clock.
+    pub(super) tick: u64,
+}
+
+/// Which of a node's links a list uses.
+type Field = fn(&mut Node) -> &mut Links;
+
+fn order_links(node: &mut Node) -> &mut Links {
+    &mut node.order
+}
+
+fn mirror_links(node: &mut Node) -> &mut Links {
+    &mut node.mirror
+}
+
+fn unlink(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
+    let Links { older, newer } = std::mem::replace(links(&mut nodes[at as usize]), Links::NONE);
+    match older {
+        NIL => ends.oldest = newer,
+        _ => links(&mut nodes[older as usize]).newer = newer,
+    }
+    match newer {
+        NIL => ends.newest = older,
+        _ => links(&mut nodes[newer as usize]).older = older,
+    }
+}
+
+fn link_newest(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
+    let older = std::mem::replace(&mut ends.newest, at);
+    *links(&mut nodes[at as usize]) = Links { older, newer: NIL };
+    match older {
+        NIL => ends.oldest = at,
+        _ => links(&mut nodes[older as usize]).newer = at,
+    }
+}
+
+/// Puts `at` right on the newer side of `below`, which is linked.
+fn link_above(nodes: &mut [Node], ends: &mut Ends, at: u32, below: u32, links: Field) {
+    let newer = std::mem::replace(&mut links(&mut nodes[below as usize]).newer, at);
+    *links(&mut nodes[at as usize]) = Links { older: below, newer };
+    match newer {
+        NIL => ends.newest = at,
+        _ => links(&mut nodes[newer as usize]).older = at,
+    }
+}
+
+pub(super) fn facts(node: &Node) -> NodeFacts {
+    NodeFacts {
+        hits: node.hits,
+        priority: node.priority,
+        used: node.tick,
+        created: node.created,
+        depth_pages: node.depth,
+        node_pages: node.pages,
+        reach_pages: node.reach,
+    }
+}
+
+impl Orders {
+    pub(super) fn new(policy: Policy) -> Orders {
+        Orders {
+            policy,
+            device: Ends::EMPTY,
+            host: Ends::EMPTY,
+            device_heap: IndexHeap::default(),
+            host_heap: IndexHeap::default(),
+            mirrors: Ends::EMPTY,
+            tick: 0,
+        }
+    }
+
+    /// Where a node belongs, from its state alone. `sanity` asks the same question.
+    pub(super) fn place(&self, at: u32, node: &Node) -> Listed {
+        let leaf_only = !self.policy.is_list();
+        if at == ROOT || node.locks > 0 {
+            Listed::Nowhere
+        } else if node.device == Residency::Present {
+            if leaf_only && node.kids_device > 0 { Listed::Nowhere } else { Listed::Device }
+        } else if node.host == Residency::Present && node.pins == 0 {
+            if leaf_only && node.kids > 0 { Listed::Nowhere } else { Listed::Host }
+        } else {
+            Listed::Nowhere
+        }
+    }
+
+    /// True if the host copy of a node on the device may be given up.
+    pub(super) fn is_mirror(rule: BackupRule, at: u32, node: &Node) -> bool {
+        at != ROOT
+            && node.device == Residency::Present
+            && node.host == Residency::Present
+            && node.pins == 0
+            && (rule == BackupRule::Free || node.kids_host == 0)
+    }
+
+    /// Brings list membership in line with the state of a node. A node that enters an order enters at its newest
+    /// end, so a path must be refreshed deepest node first. O(1), or O(log leaves) under a heap policy.
+    pub(super) fn refresh(&mut self, arena: &mut Arena, rule: BackupRule, at: u32) {
+        let node = &mut arena.nodes[at as usize];
+        let want = self.place(at, node);
+        let mirror = Self::is_mirror(rule, at, node);
+        if mirror != node.mirrored {
+            node.mirrored = mirror;
+            if mirror {
+                link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+            } else {
+                unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+            }
+        }
+        if arena.nodes[at as usize].listed == want {
+            return;
+        }
+        self.leave(arena, at);
+        let node = &mut arena.nodes[at as usize];
+        node.listed = want;
+        if want == Listed::Nowhere {
+            return;
+        }
+        if self.policy.is_list() {
+            node.tick = self.tick;
+            let ends = if want == Listed::Device { &mut self.device } else { &mut self.host };
+            link_newest(&mut arena.nodes, ends, at, order_links);
+        } else {
+            self.rekey(arena, at);
+        }
+    }
+
+    /// Takes a node out of its eviction order.
+    fn leave(&mut self, arena: &mut Arena, at: u32) {
+        let listed = std::mem::replace(&mut arena.nodes[at as usize].listed, Listed::Nowhere);
+        match (listed, self.policy.is_list()) {
+            (Listed::Nowhere, _) => {}
+            (Listed::Device, true) => unlink(&mut arena.nodes, &mut self.device, at, order_links),
+            (Listed::Host, true) => unlink(&mut arena.nodes, &mut self.host, at, order_links),
+            (Listed::Device, false) => _ = self.device_heap.remove(at),
+            (Listed::Host, false) => _ = self.host_heap.remove(at),
+        }
+    }
+
+    /// Takes a node out of everything, before it is deleted.
+    pub(super) fn forget(&mut self, arena: &mut Arena, at: u32) {
+        self.leave(arena, at);
+        if std::mem::replace(&mut arena.nodes[at as usize].mirrored, false) {
+            unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+        }
+    }
+
+    /// After a change of what the policy looks at.
+    pub(super) fn rekey(&mut self, arena: &Arena, at: u32) {
+        if self.policy.is_list() {
+            return;
+        }
+        let node = &arena.nodes[at as usize];
+        match node.listed {
+            Listed::Nowhere => {}
+            Listed::Device => self.device_heap.set(at, self.policy.key(&facts(node))),
+            Listed::Host => self.host_heap.set(at, self.policy.key(&facts(node))),
+        }
+    }
+
+    /// Marks a node as just used.
+    #[inline]
+    pub(super) fn touch(&mut self, arena: &mut Arena, at: u32) {
+        arena.nodes[at as usize].tick = self.tick;
+        if !self.policy.is_list() {
+            self.rekey(arena, at);
+            return;
+        }
+        let ends = match arena.nodes[at as usize].listed {
+            Listed::Nowhere => return,
+            Listed::Device => &mut self.device,
+            Listed::Host => &mut self.host,
+        };
+        if ends.newest != at {
+            unlink(&mut arena.nodes, ends, at, order_links);
+            link_newest(&mut arena.nodes, ends, at, order_links);
+        }
+    }
+
+    /// Gives the new prefix of a split the place right above its suffix.
+    pub(super) fn split(&mut self, arena: &mut Arena, rule: BackupRule, prefix: u32, suffix: u32) {
+        let listed = arena.nodes[suffix as usize].listed;
+        if self.policy.is_list() && listed != Listed::Nowhere {
+            let ends = if listed == Listed::Device { &mut self.device } else { &mut self.host };
+            arena.nodes[prefix as usize].listed = listed;
+            link_above(&mut arena.nodes, ends, prefix, suffix, order_links);
+        } else {
+            self.rekey(arena, suffix);
+        }
+        self.refresh(arena, rule, prefix);
+    }
+}

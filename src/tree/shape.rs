@@ -1,0 +1,206 @@
+//! Links between nodes: add, split, merge, remove. The only writer of parents, children, tags and ranges.
+
+use super::Tree;
+use super::node::{Links, Listed, NIL, Node, ROOT, Residency, Run};
+use super::walk::tag_of;
+
+impl Tree {
+    fn tag_under(&self, parent: u32, at: u32) -> u32 {
+        let first = self.page_size as usize + self.view.overlap();
+        tag_of(parent, self.arena.nodes[at as usize].ns, &self.tokens_of(at)[..first])
+    }
+
+    fn link_child(&mut self, parent: u32, at: u32) {
+        let next = std::mem::replace(&mut self.arena.nodes[parent as usize].first_child, at);
+        self.arena.nodes[at as usize].sibling = Links { older: NIL, newer: next };
+        if next != NIL {
+            self.arena.nodes[next as usize].sibling.older = at;
+        }
+    }
+
+    fn unlink_child(&mut self, parent: u32, at: u32) {
+        let Links { older, newer } =
+            std::mem::replace(&mut self.arena.nodes[at as usize].sibling, Links::NONE);
+        match older {
+            NIL => self.arena.nodes[parent as usize].first_child = newer,
+            _ => self.arena.nodes[older as usize].sibling.newer = newer,
+        }
+        if newer != NIL {
+            self.arena.nodes[newer as usize].sibling.older = older;
+        }
+    }
+
+    /// Adds `run` as a new leaf without a copy on any tier; the caller gives it one. O(1).
+    pub(super) fn add_leaf(&mut self, parent: u32, ns: crate::base::NamespaceId, run: Run) -> u32 {
+        let up = &self.arena.nodes[parent as usize];
+        let node = Node {
+            parent,
+            pages: run.pages,
+            depth: up.end(),
+            ns,
+            device: Residency::Absent,
+            host: Residency::Absent,
+            tick: self.orders.tick,
+            created: if self.orders.policy.uses_created() { self.orders.tick } else { 0 },
+            ..Node::root()
+        };
+        let run = self.arena.add_run(Run { nodes: 1, ..run });
+        let at = self.arena.add_node(Node { run, ..node });
+        let tag = self.tag_under(parent, at);
+        self.arena.nodes[at as usize].tag = tag;
+        self.table.insert(tag, at);
+        self.link_child(parent, at);
+        self.arena.nodes[parent as usize].kids += 1;
+        // Under a heap policy the parent may have been a host leaf.
+        self.refresh(parent);
+        at
+    }
+
+    /// Cuts a node after `keep` pages (0 < keep < its pages). The new node is the prefix; the suffix keeps its id, so
+    /// that locks, anchors and operations stay at the deep end. Copies no page and no token. O(1).
+    pub(super) fn split(&mut self, at: u32, keep: u32) -> u32 {
+        let old = &self.arena.nodes[at as usize];
+        debug_assert!(at != ROOT && 0 < keep && keep < old.pages, "a split leaves pages on both sides");
+        let (parent, tag, run) = (old.parent, old.tag, old.run);
+        let prefix = Node {
+            pages: keep,
+            listed: Listed::Nowhere,
+            mirrored: false,
+            order: Links::NONE,
+            mirror: Links::NONE,
+            first_child: at,
+            sibling: Links::NONE,
+            kids: 1,
+            kids_device: u32::from(old.device != Residency::Absent),
+            kids_host: u32::from(old.host != Residency::Absent),
+            locks: u32::from(old.locks > 0),
+            own_locks: 0,
+            pins: u32::from(old.pins > 0),
+            own_pins: 0,
+            ..old.clone()
+        };
+        let prefix = self.arena.add_node(prefix);
+        self.arena.runs[run as usize].nodes += 1;
+        self.table.replace(tag, at, prefix);
+        self.unlink_child(parent, at);
+        self.link_child(parent, prefix);
+
+        let node = &mut self.arena.nodes[at as usize];
+        node.parent = prefix;
+        node.from += keep;
+        node.pages -= keep;
+        node.depth += keep;
+        let tag = self.tag_under(prefix, at);
+        self.arena.nodes[at as usize].tag = tag;
+        self.table.insert(tag, at);
+        self.orders.split(&mut self.arena, self.rule, prefix, at);
+        self.stats.splits += 1;
+        prefix
+    }
+
+    /// Merges a node into its only child if nothing can tell the difference: same state on both tiers, same counts, used
+    /// in the same call, and nobody holds the node. The child keeps its id and the node's is void. Amortised O(pages of
+    /// the child), and O(1) where both are ranges of one run.
+    pub(super) fn try_merge(&mut self, at: u32) {
+        let up = &self.arena.nodes[at as usize];
+        if !self.merge || at == ROOT || up.kids != 1 {
+            return;
+        }
+        let child = up.first_child;
+        let low = &self.arena.nodes[child as usize];
+        let held = |n: &Node| n.locks | n.pins != 0 || n.op != NIL || n.store_op != NIL;
+        let alike = (up.device, up.host, up.hits, up.priority, up.reach, up.tick, up.created)
+            == (low.device, low.host, low.hits, low.priority, low.reach, low.tick, low.created);
+        if !alike || held(up) || held(low) || !self.join_runs(at, child) {
+            return;
+        }
+        // The child takes the node's place in the shape. Its place in the orders is next to the node's.
+        self.orders.forget(&mut self.arena, at);
+        let up = self.arena.nodes[at as usize].clone();
+        self.table.remove(self.arena.nodes[child as usize].tag, child);
+        self.table.replace(up.tag, at, child);
+        self.unlink_child(up.parent, at);
+        self.link_child(up.parent, child);
+        let low = &mut self.arena.nodes[child as usize];
+        (low.parent, low.tag, low.depth) = (up.parent, up.tag, up.depth);
+        (low.run, low.from) = (up.run, up.from);
+        low.pages += up.pages;
+        self.arena.remove_node(at);
+        self.orders.rekey(&self.arena, child);
+        self.stats.merges += 1;
+    }
+
+    /// Makes the child's range follow the node's in the node's run. False if that would disturb others.
+    fn join_runs(&mut self, at: u32, child: u32) -> bool {
+        let up = &self.arena.nodes[at as usize];
+        let low = &self.arena.nodes[child as usize];
+        if up.run == low.run {
+            return up.from + up.pages == low.from;
+        }
+        let (to, from) = (up.run as usize, low.run as usize);
+        if up.from + up.pages != self.arena.runs[to].pages || self.arena.runs[from].nodes != 1 {
+            return false;
+        }
+        let hashed = |run: &Run| run.hashes.len() == run.pages as usize;
+        if hashed(&self.arena.runs[to]) != hashed(&self.arena.runs[from]) {
+            return false;
+        }
+        let tail = std::mem::take(&mut self.arena.runs[from]);
+        let run = &mut self.arena.runs[to];
+        let before = run.pages as usize;
+        run.pages += tail.pages;
+        // In the bigram view the boundary token is there already.
+        run.tokens.extend_from_slice(&tail.tokens[self.view.overlap()..]);
+        for (list, more) in [(&mut run.device, &tail.device), (&mut run.host, &tail.host)] {
+            if !list.is_empty() || !more.is_empty() {
+                list.resize(before, super::NO_PAGE);
+                list.extend_from_slice(more);
+                list.resize(run.pages as usize, super::NO_PAGE);
+            }
+        }
+        run.hashes.extend_from_slice(&tail.hashes);
+        for page in (0..tail.pages as usize).filter(|&page| tail.is_stored(page)) {
+            run.set_stored(before + page);
+        }
+        self.arena.runs[from].nodes = 1;
+        self.arena.release_run(low.run);
+        self.arena.runs[to].nodes += 1;
+        true
+    }
+
+    /// Deletes a node without children whose copies are all absent by now. O(1), or O(log leaves).
+    pub(super) fn remove_leaf(&mut self, at: u32) {
+        let node = &self.arena.nodes[at as usize];
+        debug_assert!(
+            node.kids == 0 && node.device == Residency::Absent && node.host == Residency::Absent,
+            "only an empty leaf is removed"
+        );
+        let (parent, tag, run, from) = (node.parent, node.tag, node.run, node.from);
+        let ends_run = from + node.pages == self.arena.runs[run as usize].pages;
+        self.orders.forget(&mut self.arena, at);
+        self.table.remove(tag, at);
+        self.unlink_child(parent, at);
+        self.arena.nodes[parent as usize].kids -= 1;
+        if ends_run && from > 0 {
+            let tokens = from as usize * self.page_size as usize + self.view.overlap();
+            self.arena.runs[run as usize].truncate(from, tokens);
+        }
+        self.arena.remove_node(at);
+        self.refresh(parent);
+    }
+
+    /// The subtree of a node, parents before children; the node first. O(nodes of the subtree).
+    pub(super) fn subtree(&self, at: u32) -> Vec<u32> {
+        let mut found = vec![at];
+        let mut next = 0;
+        while let Some(&up) = found.get(next) {
+            next += 1;
+            let mut child = self.arena.nodes[up as usize].first_child;
+            while child != NIL {
+                found.push(child);
+                child = self.arena.nodes[child as usize].sibling.newer;
+            }
+        }
+        found
+    }
+}

@@ -1,0 +1,175 @@
+//! Page hashes and store presence.
+//!
+//! A hash is computed once per page, when its node is made or when hashing is turned on, and is kept as 32 bytes in the
+//! run, so a split never rehashes. A stored mark is one bit per page of the run.
+
+use crate::base::{NamespaceId, NodeId, OpId};
+use crate::key::{Key, PageHash, hash_pages};
+
+use super::node::{NIL, ROOT, Residency};
+use super::op::OpKind;
+use super::{BackupRule, StorePlan, Tree, TreeError};
+
+impl Tree {
+    /// True if the tree keeps page hashes.
+    #[must_use]
+    pub fn hashing(&self) -> bool {
+        self.hashing
+    }
+
+    /// Turns hashes on and computes those of every node, parents before children: a chain that started at a node whose
+    /// parent has none would name another prompt. One-way. O(tokens of the tree) the first time.
+    pub fn set_hashing(&mut self) {
+        if std::mem::replace(&mut self.hashing, true) {
+            return;
+        }
+        let mut nodes: Vec<u32> = self.arena.live().filter(|&at| at != ROOT).collect();
+        nodes.sort_by_key(|&at| (self.arena.nodes[at as usize].depth, at));
+        for at in nodes {
+            let node = &self.arena.nodes[at as usize];
+            let (run, ns) = (node.run, node.ns);
+            let prior = self.prior_hash(node.parent, ns);
+            // The ranges of a run are hashed in order, because they are a path.
+            let mut hashes = std::mem::take(&mut self.arena.runs[run as usize].hashes);
+            let key = Key { ns, tokens: self.tokens_of(at), view: self.view };
+            hash_pages(key, self.page_size, prior, &mut hashes);
+            self.arena.runs[run as usize].hashes = hashes;
+        }
+    }
+
+    /// What the hash of the first page below `parent` is chained to.
+    pub(super) fn prior_hash(&self, parent: u32, ns: NamespaceId) -> Option<[u8; 32]> {
+        if parent == ROOT {
+            return self.namespaces.seed(ns);
+        }
+        let node = &self.arena.nodes[parent as usize];
+        self.arena.runs[node.run as usize].hashes.get(node.range())?.last().map(|hash| hash.0)
+    }
+
+    /// Page hashes of a node; empty for the root.
+    ///
+    /// # Errors
+    /// Unknown node, or hashes are off.
+    pub fn hashes(&self, node: NodeId) -> Result<&[PageHash], TreeError> {
+        let at = self.slot(node)?;
+        if at == ROOT {
+            return Ok(&[]);
+        }
+        let n = &self.arena.nodes[at as usize];
+        self.arena.runs[n.run as usize].hashes.get(n.range()).ok_or(TreeError::NoHashes(node))
+    }
+
+    /// Hash of the last page of a node; `None` for the root.
+    ///
+    /// # Errors
+    /// Unknown node, or hashes are off.
+    pub fn last_hash(&self, node: NodeId) -> Result<Option<PageHash>, TreeError> {
+        Ok(self.hashes(node)?.last().copied())
+    }
+
+    /// Starts writing the pages of `node` that are not stored yet. Their host copies stay in place until
+    /// [`end_store`](Tree::end_store).
+    ///
+    /// # Errors
+    /// The id is in flight; unknown node, the root, no published host copy, no hashes, a write in flight, or nothing to
+    /// write.
+    pub fn begin_store(&mut self, op: OpId, node: NodeId) -> Result<StorePlan, TreeError> {
+        if self.ops.contains(op) {
+            return Err(TreeError::OpInFlight(op));
+        }
+        let at = self.slot_below_root(node)?;
+        let n = &self.arena.nodes[at as usize];
+        if n.host != Residency::Present {
+            return Err(TreeError::NotBackedUp(node));
+        }
+        if n.store_op != NIL {
+            return Err(TreeError::AlreadyStoring(node));
+        }
+        let run = &self.arena.runs[n.run as usize];
+        let hashes = run.hashes.get(n.range()).ok_or(TreeError::NoHashes(node))?;
+        let mut plan = StorePlan { node, positions: Vec::new(), host_pages: Vec::new(), hashes: Vec::new() };
+        for (i, page) in n.range().enumerate().filter(|&(_, page)| !run.is_stored(page)) {
+            plan.positions.push(n.depth + i as u32);
+            plan.host_pages.push(run.host[page]);
+            plan.hashes.push(hashes[i]);
+        }
+        if plan.positions.is_empty() {
+            return Err(TreeError::AlreadyStored(node));
+        }
+        let first = n.depth;
+        let slot = self.ops.add(op, OpKind::Store, at, first);
+        self.ops.get_mut(slot).positions.clone_from(&plan.positions);
+        self.stats.ops += 1;
+        self.arena.nodes[at as usize].store_op = slot;
+        self.pin_path(at);
+        if self.rule == BackupRule::Free {
+            self.ops.get_mut(slot).locked = true;
+            self.lock_path(at);
+        }
+        Ok(plan)
+    }
+
+    /// Ends a store write: `stored` has one outcome per page of the plan, in its order. Returns how many pages are marked
+    /// as stored now.
+    ///
+    /// # Errors
+    /// No such write is in flight, or a list of another length (then it stays in flight).
+    pub fn end_store(&mut self, op: OpId, stored: &[bool]) -> Result<u32, TreeError> {
+        let slot = self.ops.find(op, OpKind::Store).ok_or(TreeError::UnknownOp(op))?;
+        let want = self.ops.get(slot).positions.len();
+        if stored.len() != want {
+            return Err(TreeError::PageCount { want: want as u32, got: stored.len() });
+        }
+        self.tick();
+        let fragments = self.ops.fragments(&self.arena, slot);
+        let done = self.ops.remove(slot);
+        self.stats.ops -= 1;
+        let mut fragments = fragments.iter().copied().peekable();
+        let mut marked = 0;
+        for (&position, _) in done.positions.iter().zip(stored).filter(|&(_, &ok)| ok) {
+            while fragments.peek().is_some_and(|&at| self.arena.nodes[at as usize].end() <= position) {
+                fragments.next();
+            }
+            let Some(&at) = fragments.peek() else { break };
+            let node = &self.arena.nodes[at as usize];
+            let page = node.from + position - node.depth;
+            self.arena.runs[node.run as usize].set_stored(page as usize);
+            marked += 1;
+        }
+        let mut at = done.node;
+        while at != ROOT && self.arena.nodes[at as usize].store_op == slot {
+            self.arena.nodes[at as usize].store_op = NIL;
+            at = self.arena.nodes[at as usize].parent;
+        }
+        self.unpin_path(done.node);
+        if done.locked {
+            self.unlock_path(done.node);
+        }
+        Ok(marked)
+    }
+
+    /// True if every page of the node is in the store (and for the root).
+    ///
+    /// # Errors
+    /// Unknown node.
+    pub fn is_stored(&self, node: NodeId) -> Result<bool, TreeError> {
+        let n = &self.arena.nodes[self.slot(node)? as usize];
+        Ok(n.pages == 0 || n.range().all(|page| self.arena.runs[n.run as usize].is_stored(page)))
+    }
+
+    /// Marks every page of the node as stored or not: a store answered that it has them, or lost them.
+    ///
+    /// # Errors
+    /// Unknown node, the root.
+    pub fn mark_stored(&mut self, node: NodeId, stored: bool) -> Result<(), TreeError> {
+        let n = &self.arena.nodes[self.slot_below_root(node)? as usize];
+        let run = &mut self.arena.runs[n.run as usize];
+        for page in n.range() {
+            run.set_stored(page);
+            if !stored {
+                run.stored[page / 64] &= !(1 << (page % 64));
+            }
+        }
+        Ok(())
+    }
+}

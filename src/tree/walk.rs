@@ -1,0 +1,218 @@
+//! Look-ups. One walk serves them all: find the child by a tag of its first page, confirm it by comparing tokens.
+
+use smallvec::SmallVec;
+
+use crate::base::{NamespaceId, PageId};
+use crate::key::Key;
+
+use super::node::{NIL, ROOT, Residency};
+use super::{DeviceLock, HostPin, Matched, Tree};
+
+/// Where a walk ended.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Walk {
+    /// Pages matched from the start of the walk.
+    pub(super) pages: u32,
+    /// Deepest node reached; the start if none.
+    pub(super) last: u32,
+    /// Pages of `last` past the match.
+    pub(super) spare: u32,
+}
+
+/// Length of the common run of two token rows.
+#[inline]
+fn common_tokens(a: &[u32], b: &[u32]) -> usize {
+    let k = a.len().min(b.len());
+    if a[..k] == b[..k] {
+        return k;
+    }
+    // The differing block is found at memcmp speed, the token inside it by a short scan.
+    const BLOCK: usize = 64;
+    let same = a[..k].chunks(BLOCK).zip(b[..k].chunks(BLOCK)).take_while(|(x, y)| x == y).count() * BLOCK;
+    let tail = a[same..k].iter().zip(&b[same..k]).take_while(|(x, y)| x == y).count();
+    same + tail
+}
+
+/// Tag of a child: parent slot, namespace (below the root) and the tokens of its first page.
+#[inline]
+pub(super) fn tag_of(parent: u32, ns: NamespaceId, first_page: &[u32]) -> u32 {
+    const K: u64 = 0x9E37_79B9_7F4A_7C15;
+    #[inline]
+    fn fold(a: u64, b: u64) -> u64 {
+        let wide = u128::from(a) * u128::from(b);
+        wide as u64 ^ (wide >> 64) as u64
+    }
+    let ns = if parent == ROOT { ns.0 } else { 0 };
+    let mut a = fold(u64::from(parent) << 32 | u64::from(ns), K) ^ K;
+    let mut b = a ^ 0x243F_6A88_85A3_08D3;
+    // Two lanes, so that the multiplications of a page overlap.
+    let mut quads = first_page.chunks_exact(4);
+    for q in &mut quads {
+        a = fold(a ^ (u64::from(q[0]) | u64::from(q[1]) << 32), 0xA076_1D64_78BD_642F);
+        b = fold(b ^ (u64::from(q[2]) | u64::from(q[3]) << 32), 0xE703_7ED1_A0B4_28DB);
+    }
+    for &t in quads.remainder() {
+        a = fold(a ^ u64::from(t), 0x8EBC_6AF0_9C88_C6E3);
+    }
+    let tag = fold(a ^ b.rotate_left(29), K) as u32;
+    tag & TAG_MASK
+}
+
+/// Tests of this crate keep eight bits, so that tags collide often and only the token comparison tells children apart.
+#[cfg(test)]
+const TAG_MASK: u32 = 0xFF;
+#[cfg(not(test))]
+const TAG_MASK: u32 = u32::MAX;
+
+impl Tree {
+    /// Walks down from `start` along the whole pages of `key` and shows every node reached to `visit`, with the pages
+    /// of it that match (all of them, except perhaps for the last).
+    #[inline]
+    pub(super) fn walk(&self, start: u32, key: Key<'_>, mut visit: impl FnMut(u32, u32)) -> Walk {
+        let p = self.page_size as usize;
+        let overlap = self.view.overlap();
+        let whole = key.pages(self.page_size) as usize;
+        let mut at = start;
+        let mut pos = 0;
+        while pos < whole {
+            let rest = &key.tokens[pos * p..whole * p + overlap];
+            let tag = tag_of(at, key.ns, &rest[..p + overlap]);
+            let found = self.table.find(tag, |child| {
+                let node = &self.arena.nodes[child as usize];
+                if node.parent != at || (at == ROOT && node.ns != key.ns) {
+                    return None;
+                }
+                let pages = common_tokens(self.tokens_of(child), rest).saturating_sub(overlap) / p;
+                (pages > 0).then_some((child, pages as u32, node.pages))
+            });
+            let Some((child, pages, of)) = found else { break };
+            visit(child, pages);
+            pos += pages as usize;
+            at = child;
+            if pages < of {
+                return Walk { pages: pos as u32, last: at, spare: of - pages };
+            }
+        }
+        Walk { pages: pos as u32, last: at, spare: 0 }
+    }
+
+    fn empty_match(&self) -> Matched {
+        let root = self.root();
+        Matched {
+            node: root,
+            device_node: root,
+            device_pages: 0,
+            host_pages: 0,
+            loading: SmallVec::new(),
+            loading_pages: 0,
+            spare_pages: 0,
+        }
+    }
+
+    /// Adds one node of a walk to a match.
+    #[inline]
+    fn extend_match(&self, found: &mut Matched, at: u32, pages: u32) {
+        let node = &self.arena.nodes[at as usize];
+        found.node = self.arena.id(at);
+        if node.device == Residency::Present {
+            found.device_node = found.node;
+            found.device_pages += pages;
+            return;
+        }
+        found.host_pages += pages;
+        if node.device == Residency::Pending {
+            found.loading_pages += pages;
+            if node.op != NIL {
+                let op = self.ops.get(node.op).id;
+                if found.loading.last() != Some(&op) && !found.loading.contains(&op) {
+                    found.loading.push(op);
+                }
+            }
+        }
+    }
+
+    /// Longest prefix of the whole pages of `key`, read only: no split, no touch. A key of another view or of an unknown
+    /// namespace matches nothing. O(tokens matched + nodes).
+    #[must_use]
+    pub fn peek(&self, key: Key<'_>) -> Matched {
+        let mut found = self.empty_match();
+        if self.check_key(key).is_ok() {
+            let walk = self.walk(ROOT, key, |at, pages| self.extend_match(&mut found, at, pages));
+            found.spare_pages = walk.spare;
+        }
+        found
+    }
+
+    /// Longest prefix of the whole pages of `key`. Splits a node that matches in part, so that what is reported is
+    /// exactly what a lock on the reported nodes covers; marks the path as used; appends the device pages to `pages`.
+    /// O(tokens matched + nodes), no allocation once `pages` is large enough.
+    pub fn match_prefix(&mut self, key: Key<'_>, pages: &mut Vec<PageId>) -> Matched {
+        let mut found = self.empty_match();
+        if self.check_key(key).is_err() {
+            return found;
+        }
+        self.tick();
+        let path = self.walk_and_split(ROOT, key);
+        for &at in &path {
+            let node = &self.arena.nodes[at as usize];
+            if node.device == Residency::Present {
+                pages.extend_from_slice(&self.arena.runs[node.run as usize].device[node.range()]);
+            }
+            self.extend_match(&mut found, at, node.pages);
+        }
+        for &at in path.iter().rev() {
+            self.orders.touch(&mut self.arena, at);
+        }
+        self.path = path;
+        found
+    }
+
+    /// [`match_prefix`](Tree::match_prefix), with what it reports locked and pinned: the device path under the lock, the
+    /// host copies below it under the pin, if there are any.
+    pub fn match_and_lock(
+        &mut self,
+        key: Key<'_>,
+        pages: &mut Vec<PageId>,
+    ) -> (Matched, DeviceLock, Option<HostPin>) {
+        let found = self.match_prefix(key, pages);
+        let lock = self.take_lock(found.device_node.index);
+        let pin = (found.host_pages > 0).then(|| self.take_pin(found.node.index));
+        (found, lock, pin)
+    }
+
+    /// Walks, splits the last node if it matches in part, and returns the path (the scratch list of the tree).
+    pub(super) fn walk_and_split(&mut self, start: u32, key: Key<'_>) -> Vec<u32> {
+        let mut path = std::mem::take(&mut self.path);
+        path.clear();
+        let walk = self.walk(start, key, |at, _| path.push(at));
+        self.split_spare(walk, &mut path);
+        path
+    }
+
+    /// Splits off the part of the last node of a walk that the key does not cover.
+    pub(super) fn split_spare(&mut self, walk: Walk, path: &mut [u32]) {
+        if walk.spare > 0
+            && let Some(last) = path.last_mut()
+        {
+            let keep = self.arena.nodes[*last as usize].pages - walk.spare;
+            *last = self.split(*last, keep);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn common_run_is_exact_at_every_length() {
+        let a: Vec<u32> = (0..300).collect();
+        for at in 0..300 {
+            let mut b = a.clone();
+            b[at] ^= 1 << 31;
+            assert_eq!(common_tokens(&a, &b), at);
+            assert_eq!(common_tokens(&a[..at], &a), at);
+        }
+        assert_eq!(common_tokens(&a, &a), 300);
+    }
+}

@@ -1,0 +1,14 @@
+//! Faults of other caches, replayed against the tree: one story a file, each opening with what happened there.
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+
+mod accounting;
+mod bigram_refill;
+mod host_full;
+mod lock_covers_match;
+mod namespaces;
+mod refused;
+mod restore_races;
+mod rig;
+mod split_during_backup;
+mod split_during_store;
+mod unbacked_anchor;

@@ -1,0 +1,60 @@
+//! sgl#27631, sgl#31427: restoring a host prefix allocated device pages, which evicted, which freed the very host pages
+//! that were being restored; and the anchor was unlocked when the copy was submitted, not when it was done.
+
+use crate::rig::{Rig, key, row};
+use sapwood::tree::{BackupRule, LoadOutcome, LoadPlan, Unbacked};
+
+#[test]
+fn no_host_page_of_a_load_goes_before_its_copy_is_done() {
+    for rule in [BackupRule::BackedUpParent, BackupRule::Free] {
+        let mut rig = Rig::new(rule, 4, 4);
+        let node = rig.ins("ABCD");
+        rig.backup(node);
+        assert_eq!(rig.evict(4, Unbacked::Delete).demoted_pages, 4);
+        let (found, lock, pin) = rig.tree.match_and_lock(key(&row("ABCD")), &mut Vec::new());
+        assert_eq!(found.host_pages, 4);
+        // What a re-entrant eviction would do between the look-up and the copy.
+        assert_eq!(rig.evict_host(4), 0);
+        let mut plan = LoadPlan::default();
+        rig.tree.plan_load(found.node, &mut plan).unwrap();
+        let mut pages = Vec::new();
+        assert!(rig.device.alloc(4, &mut pages));
+        let op = rig.op();
+        rig.tree.begin_load(op, &plan, pages).unwrap();
+        rig.tree.unlock(lock).unwrap();
+        rig.tree.unpin_host(pin.unwrap()).unwrap();
+        // The look-up is over, the copy is not.
+        assert_eq!((rig.evict_host(4), rig.evict(4, Unbacked::Delete).freed_device.len()), (0, 0));
+        assert_eq!(rig.tree.reclaim_mirrors(4, &mut Vec::new()).freed_pages, 0);
+        let mut out = Vec::new();
+        rig.tree.end_load(op, true, &mut out).unwrap();
+        assert!(matches!(&out[0].outcome, LoadOutcome::Published { returned, .. } if returned.is_empty()));
+        rig.check();
+        assert_eq!(rig.evict(4, Unbacked::Delete).demoted_pages, 4);
+        assert_eq!(rig.evict_host(4), 4);
+    }
+}
+
+#[test]
+fn a_failed_load_leaves_the_host_copy_and_gives_every_page_back() {
+    let mut rig = Rig::new(BackupRule::BackedUpParent, 8, 8);
+    let node = rig.ins("ABCD");
+    rig.backup(node);
+    rig.evict(4, Unbacked::Delete);
+    let mut plan = LoadPlan::default();
+    rig.tree.plan_load(node, &mut plan).unwrap();
+    let mut pages = Vec::new();
+    assert!(rig.device.alloc(4, &mut pages));
+    let op = rig.op();
+    rig.tree.begin_load(op, &plan, pages).unwrap();
+    // A second look-up joins the load instead of starting its own.
+    let mut again = LoadPlan::default();
+    rig.tree.plan_load(node, &mut again).unwrap();
+    assert_eq!((again.nodes.len(), &again.joins[..]), (0, &[op][..]));
+    let mut out = Vec::new();
+    rig.tree.end_load(op, false, &mut out).unwrap();
+    let LoadOutcome::Failed { returned } = &out[0].outcome else { panic!("failed") };
+    rig.device.free(returned).unwrap();
+    rig.check();
+    assert_eq!((rig.device.used_pages(), rig.hit("ABCD").host_pages), (0, 4));
+}

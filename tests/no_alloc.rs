@@ -1,0 +1,117 @@
+//! Heap allocations of the tree, counted. A look-up, a lock, a release and a touch make none; an insert makes a bounded
+//! number per new node and none per page.
+#![expect(unsafe_code, reason = "a counting allocator is an unsafe trait")]
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use sapwood::base::{NamespaceId, PageId};
+use sapwood::key::Key;
+use sapwood::tree::*;
+
+thread_local! {
+    static COUNT: Cell<u64> = const { Cell::new(0) };
+}
+
+struct Counting;
+
+fn count() {
+    let _ = COUNT.try_with(|c| c.set(c.get() + 1));
+}
+
+// SAFETY: every call is passed on to the system allocator unchanged; counting touches no memory it manages.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promises are the system allocator's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: `ptr` came from `alloc` or `realloc` above, which are the system's.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        count();
+        // SAFETY: as above.
+        unsafe { System.realloc(ptr, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn allocations(f: impl FnOnce()) -> u64 {
+    let before = COUNT.with(Cell::get);
+    f();
+    COUNT.with(Cell::get) - before
+}
+
+fn session(s: u32, turns: u32) -> Vec<u32> {
+    (0..turns * 64).map(|i| s * 1_000_000 + i).collect()
+}
+
+fn tree(policy: Policy) -> Tree {
+    let mut tree = Tree::new(TreeConfig { policy, ..TreeConfig::default() }).unwrap();
+    let mut out = InsertOut::default();
+    for s in 0..100 {
+        for turn in 1..6 {
+            let row = session(s, turn);
+            let pages: Vec<PageId> = (0..turn * 4).map(|i| PageId(s * 100 + i)).collect();
+            let key = Key::new(NamespaceId::DEFAULT, &row);
+            let owned = (turn - 1) * 4;
+            tree.insert(key, &pages, owned, InsertOpts::default(), &mut out).unwrap();
+        }
+    }
+    tree
+}
+
+#[test]
+fn look_ups_and_locks_allocate_nothing() {
+    for policy in [Policy::Lru, Policy::Lfu, Policy::Priority] {
+        let mut tree = tree(policy);
+        let rows: Vec<Vec<u32>> = (0..100).map(|s| session(s, 5)).collect();
+        let mut pages = Vec::with_capacity(64);
+        let mut round = |tree: &mut Tree, cut: usize| {
+            for row in &rows {
+                pages.clear();
+                let key = Key::new(NamespaceId::DEFAULT, &row[..cut]);
+                let (found, lock, pin) = tree.match_and_lock(key, &mut pages);
+                assert_eq!(found.device_pages as usize, cut / 16);
+                assert_eq!(tree.peek(key).device_pages, found.device_pages);
+                tree.unlock(lock).unwrap();
+                assert!(pin.is_none());
+            }
+        };
+        round(&mut tree, 320);
+        assert_eq!(allocations(|| round(&mut tree, 320)), 0);
+        // The first partial look-up splits, which grows the arena now and then; after that there is nothing to make.
+        round(&mut tree, 200);
+        assert_eq!(allocations(|| round(&mut tree, 200)), 0);
+        assert_eq!(allocations(|| round(&mut tree, 320)), 0);
+    }
+}
+
+#[test]
+fn an_insert_allocates_per_node_and_not_per_page() {
+    let mut tree = tree(Policy::Lru);
+    let mut out = InsertOut::default();
+    let mut cost = |first: u32, pages: u32| {
+        let rows: Vec<Vec<u32>> =
+            (first..first + 64).map(|s| (0..pages * 16).map(|i| s * 1_000_000 + i).collect()).collect();
+        let ids: Vec<PageId> = (0..pages).map(|i| PageId(1_000_000 + first * 1_000 + i)).collect();
+        out.canonical.reserve(1_000);
+        allocations(|| {
+            for row in &rows {
+                let key = Key::new(NamespaceId::DEFAULT, row);
+                tree.insert(key, &ids, 0, InsertOpts::default(), &mut out).unwrap();
+            }
+        })
+    };
+    let (short, long) = (cost(1_000, 1), cost(2_000, 500));
+    // One list of tokens and one of pages a node, plus the arena and the child table doubling now and then.
+    assert!(short <= 2 * 64 + 8, "{short}");
+    assert!(long <= 2 * 64 + 8, "{long}");
+}

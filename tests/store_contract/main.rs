@@ -1,0 +1,5 @@
+//! One suite over every store and every wrapper, and what only single stores promise.
+#![expect(clippy::unwrap_used, reason = "a test helper that cannot go on has failed")]
+
+mod contract;
+mod kit;

@@ -1,0 +1,182 @@
+//! Host to store.
+
+use sapwood::base::{NamespaceId, Time};
+use sapwood::sim::{Call, Pending, Rig, Stamp};
+use sapwood::tiers::{PageOutcome, WritePolicy};
+
+use crate::common::{WT1, config, t, with_store};
+
+fn stamps_of(prompt: &str) -> Vec<Stamp> {
+    let tokens = t(prompt);
+    let mut stamps: Vec<_> =
+        (4..=tokens.len()).step_by(4).map(|n| Stamp::of(NamespaceId::DEFAULT, &tokens[..n])).collect();
+    stamps.sort();
+    stamps
+}
+
+fn stored(rig: &Rig) -> Vec<Stamp> {
+    let mut stamps = rig.stored();
+    stamps.sort();
+    stamps
+}
+
+#[test]
+fn what_is_backed_up_is_stored_once() {
+    let mut rig = Rig::new(with_store(config(16, 16, WT1)));
+    rig.serve(&t("ABCDE"));
+    rig.drain();
+    assert_eq!(stored(&rig), stamps_of("ABCDE"));
+    assert_eq!(rig.core.stats().store_put_pages, 5);
+    rig.serve(&t("ABCDE"));
+    rig.drain();
+    assert_eq!(rig.core.stats().store_put_pages, 5, "nothing is written twice");
+    rig.assert_quiet();
+}
+
+/// sgl#38480 (B10): a store write reads host pages in place. A split during the write must not free the fragment's
+/// pages, or the store keeps somebody else's bytes for ever.
+#[test]
+fn b10_a_split_under_a_write_in_flight() {
+    for cut in ["A", "AB", "ABC"] {
+        let mut rig = Rig::new(with_store(config(16, 4, WritePolicy::WriteThrough { threshold: 1 })));
+        rig.serve(&t("ABCD"));
+        rig.drain_kind(|p| matches!(p, Pending::ToHost(..)));
+        assert!(rig.pending.iter().all(|p| matches!(p, Pending::Put(..))));
+        // The split, and a demand for host pages that could only come from the write.
+        rig.serve(&t(&format!("{cut}X")));
+        rig.serve(&t("YZ"));
+        rig.drain();
+        let got = stored(&rig);
+        for stamp in stamps_of("ABCD") {
+            assert!(got.contains(&stamp), "cut after {cut}");
+        }
+        rig.assert_quiet();
+    }
+}
+
+/// sgl#16946 (B36), the store's side: fragments of a split reach the store, whenever the split happens.
+#[test]
+fn b36_every_fragment_is_stored() {
+    for steps in 0..4 {
+        let mut rig = Rig::new(with_store(config(32, 32, WT1)));
+        rig.serve(&t("ABCDEFGH"));
+        for _ in 0..steps {
+            if !rig.pending.is_empty() {
+                rig.complete(0, &Call::Well);
+            }
+        }
+        rig.serve(&t("ABCX"));
+        rig.serve(&t("ABCDEY"));
+        rig.drain();
+        let got = stored(&rig);
+        for prompt in ["ABCDEFGH", "ABCX", "ABCDEY"] {
+            assert!(stamps_of(prompt).iter().all(|s| got.contains(s)), "{prompt} after {steps} steps");
+        }
+        rig.assert_quiet();
+    }
+}
+
+/// sgl#39444 (B37): a failed batch ended the whole write, which was acknowledged all the same. Here a transient
+/// failure is tried again until all pages are there.
+#[test]
+fn b37_a_transient_failure_loses_nothing() {
+    let mut rig = Rig::new(with_store(config(16, 16, WT1)));
+    rig.serve(&t("ABCDEFGHIJ"));
+    rig.drain_kind(|p| matches!(p, Pending::ToHost(..)));
+    assert_eq!(rig.pending.len(), 5);
+    rig.complete(2, &Call::Fails);
+    rig.drain();
+    assert_eq!(rig.stored().len(), 8);
+    assert!(!rig.core.store_is_idle());
+    rig.tick(rig.core.next_timeout().expect("a retry is due"));
+    rig.drain();
+    assert_eq!(stored(&rig), stamps_of("ABCDEFGHIJ"));
+    assert_eq!((rig.core.stats().store_put_pages, rig.core.stats().store_put_failed_pages), (10, 2));
+    rig.assert_quiet();
+}
+
+/// A permanent failure is given up after a bounded number of attempts, counted, and pins nothing.
+#[test]
+fn b37_a_permanent_failure_is_bounded() {
+    let mut rig = Rig::new(with_store(config(16, 16, WT1)));
+    rig.serve(&t("ABCD"));
+    rig.drain_kind(|p| matches!(p, Pending::ToHost(..)));
+    let mut attempts = 0;
+    let mut now = Time::ZERO;
+    loop {
+        while !rig.pending.is_empty() {
+            rig.complete(0, &Call::Each(vec![PageOutcome::Refused; 2]));
+        }
+        attempts += 1;
+        let Some(due) = rig.core.next_timeout() else { break };
+        assert!(due > now, "waits grow");
+        now = due;
+        rig.tick(now);
+    }
+    assert_eq!(attempts, 4);
+    assert_eq!(rig.core.stats().store_put_dropped_pages, 4);
+    rig.assert_quiet();
+}
+
+/// A store that is slow pins a bounded number of host pages, and the rest waits in the queue.
+#[test]
+fn a_slow_store_has_a_bounded_share() {
+    let mut slow = with_store(config(64, 64, WT1));
+    if let Some(store) = &mut slow.store {
+        store.pages_in_flight_max = 4;
+    }
+    let mut rig = Rig::new(slow);
+    for prompt in ["ABCD", "EFGH", "IJKL", "MNOP"] {
+        rig.serve(&t(prompt));
+    }
+    rig.drain_kind(|p| matches!(p, Pending::ToHost(..)));
+    let in_flight: usize =
+        rig.pending.iter().map(|p| if let Pending::Put(_, _, i) = p { i.len() } else { 0 }).sum();
+    assert_eq!(in_flight, 4);
+    rig.drain();
+    assert_eq!(rig.stored().len(), 16);
+    rig.assert_quiet();
+}
+
+/// Under write-back a child can be on the host while its parent is not: storing it would make a hole that no
+/// look-up crosses. It is not stored, and that is counted.
+#[test]
+fn nothing_is_stored_below_a_hole() {
+    let mut rig = Rig::new(with_store(config(4, 8, WritePolicy::WriteBack)));
+    rig.serve(&t("ABCD"));
+    let reader = rig.request();
+    rig.match_prefix(reader, &t("AB")).unwrap();
+    let hungry = rig.request();
+    rig.alloc(hungry, 2).unwrap();
+    rig.drain();
+    assert_eq!(rig.peek(&t("ABCD")), (2, 2));
+    assert!(rig.stored().is_empty());
+    assert_eq!(rig.core.stats().store_put_dropped_pages, 2);
+    rig.abort(reader).unwrap();
+    rig.abort(hungry).unwrap();
+    rig.assert_quiet();
+}
+
+/// Late, doubled and foreign events change nothing.
+#[test]
+fn stray_events_are_counted() {
+    use sapwood::base::OpId;
+    use sapwood::tiers::Event;
+    let mut rig = Rig::new(with_store(config(8, 8, WT1)));
+    rig.serve(&t("AB"));
+    let op = rig.pending[0].op();
+    rig.drain();
+    for event in [
+        Event::Copied { op, ok: true },
+        Event::LayerCopied { op, layers: 1 },
+        Event::Queried { op, present: None },
+        Event::Got { op, batch: 0, outcomes: vec![] },
+        Event::Put { op, batch: 0, outcomes: vec![] },
+        Event::Put { op: OpId(999), batch: 7, outcomes: vec![PageOutcome::Done] },
+    ] {
+        rig.core.handle(event);
+        rig.check();
+    }
+    assert_eq!(rig.core.stats().stray_events, 6);
+    rig.assert_quiet();
+}

@@ -1,0 +1,636 @@
+//! The tree beside its literal model: the same calls, and after every one the same results, sizes, residency and victims.
+//!
+//! `SAPWOOD_SEED` replays a run, `SAPWOOD_MODEL_OPS` sets its size (200,000 operations unless told; nightly runs take
+//! 10 million). A failure is shrunk to a short list of operations.
+
+use std::collections::BTreeSet;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
+
+use sapwood::base::{NamespaceId, OpId, PageId, Tier};
+use sapwood::key::{Key, KeyView, Namespace, hash_pages};
+use sapwood::model::{At, Model, Order, SettledKind, Slot};
+use sapwood::pool::PagePool;
+use sapwood::tree::*;
+
+const DEVICE: u32 = 28;
+const HOST: u32 = 40;
+
+/// A key out of a small family: `pages` pages and a bit, leaving the trunk of its namespace at page `fork`.
+#[derive(Clone, Copy, Debug)]
+struct Row {
+    ns: bool,
+    pages: u32,
+    fork: u32,
+    branch: u32,
+    inside: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Insert { row: Row, priority: i32, count: bool, chunked: bool },
+    InsertBlind(Row),
+    Match(Row),
+    Lock(Row),
+    Unlock(usize),
+    Backup(Row),
+    Load(Row),
+    End(usize, bool),
+    Evict(u32, bool),
+    EvictHost(u32),
+    Reclaim(u32),
+    Refill(Row, u32),
+    Store(Row),
+    EndStore(u32),
+    Demote(Row),
+    DeleteLeaf(Row),
+}
+
+fn row() -> impl Strategy<Value = Row> {
+    (prop::bool::weighted(0.2), 0..7u32, 0..7u32, 0..3u32, 0..4u32)
+        .prop_map(|(ns, pages, fork, branch, inside)| Row { ns, pages, fork, branch, inside })
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        6 => (row(), 0..3i32, any::<bool>(), any::<bool>())
+            .prop_map(|(row, priority, count, chunked)| Step::Insert { row, priority, count, chunked }),
+        2 => row().prop_map(Step::InsertBlind),
+        3 => row().prop_map(Step::Match),
+        2 => row().prop_map(Step::Lock),
+        3 => any::<usize>().prop_map(Step::Unlock),
+        3 => row().prop_map(Step::Backup),
+        3 => row().prop_map(Step::Load),
+        4 => (any::<usize>(), prop::bool::weighted(0.8)).prop_map(|(i, ok)| Step::End(i, ok)),
+        2 => (0..10u32, any::<bool>()).prop_map(|(n, report)| Step::Evict(n, report)),
+        1 => (0..6u32).prop_map(Step::EvictHost),
+        1 => (0..4u32).prop_map(Step::Reclaim),
+        2 => (row(), 0..7u32).prop_map(|(row, anchor)| Step::Refill(row, anchor)),
+        1 => row().prop_map(Step::Store),
+        1 => any::<u32>().prop_map(Step::EndStore),
+        1 => row().prop_map(Step::Demote),
+        1 => row().prop_map(Step::DeleteLeaf),
+    ]
+}
+
+#[derive(Clone, Debug)]
+struct Setup {
+    page_size: u32,
+    bigram: bool,
+    free_rule: bool,
+    order: Order,
+    write_threshold: u32,
+    hashing: bool,
+    merge: bool,
+}
+
+fn setup() -> impl Strategy<Value = Setup> {
+    let order = prop_oneof![
+        4 => Just(Order::Lru),
+        1 => Just(Order::Lfu),
+        1 => Just(Order::Fifo),
+        1 => Just(Order::Mru),
+        1 => Just(Order::Filo),
+        1 => (1..4u32).prop_map(Order::Slru),
+        1 => Just(Order::Priority),
+        1 => (0..4u32, 0..3u32).prop_map(|(a, b)| Order::TailTrim(a, b)),
+    ];
+    (1..4u32, any::<bool>(), any::<bool>(), order, 0..3u32, any::<bool>(), prop::bool::weighted(0.7))
+        .prop_map(|(page_size, bigram, free_rule, order, write_threshold, hashing, merge)| Setup {
+            page_size,
+            bigram,
+            free_rule,
+            order,
+            write_threshold,
+            hashing,
+            merge,
+        })
+}
+
+fn policy(order: Order) -> Policy {
+    match order {
+        Order::Lru => Policy::Lru,
+        Order::Lfu => Policy::Lfu,
+        Order::Fifo => Policy::Fifo,
+        Order::Mru => Policy::Mru,
+        Order::Filo => Policy::Filo,
+        Order::Slru(protected_hits) => Policy::Slru { protected_hits },
+        Order::Priority => Policy::Priority,
+        Order::TailTrim(spare_pages, next_prompt_pages) => {
+            Policy::TailTrim { spare_pages, next_prompt_pages }
+        }
+    }
+}
+
+fn ids(pages: &[PageId]) -> Vec<u32> {
+    pages.iter().map(|p| p.0).collect()
+}
+
+fn set(pages: &[PageId]) -> BTreeSet<u32> {
+    pages.iter().map(|p| p.0).collect()
+}
+
+struct Held {
+    lock: DeviceLock,
+    pin: Option<HostPin>,
+    lock_at: At,
+    pin_at: At,
+}
+
+/// Both, and the two pools.
+struct Pair {
+    tree: Tree,
+    model: Model,
+    device: PagePool,
+    host: PagePool,
+    page_size: u32,
+    view: KeyView,
+    other: NamespaceId,
+    held: Vec<Held>,
+    flying: Vec<(u64, bool)>,
+    storing: Vec<(u64, At, Vec<At>)>,
+    next_op: u64,
+}
+
+impl Pair {
+    fn new(setup: &Setup) -> Pair {
+        let view = if setup.bigram { KeyView::Bigram } else { KeyView::Plain };
+        let rule = if setup.free_rule { BackupRule::Free } else { BackupRule::BackedUpParent };
+        let config = TreeConfig {
+            page_size: setup.page_size,
+            view,
+            rule,
+            policy: policy(setup.order),
+            components: Components::default(),
+            write_threshold: setup.write_threshold,
+            hashing: setup.hashing,
+            merge: setup.merge,
+        };
+        let mut tree = Tree::new(config).unwrap();
+        let other = tree.intern(&Namespace { salt: Some("t".into()), ..Namespace::default() }).unwrap();
+        let model = Model::new(
+            setup.page_size as usize,
+            view.overlap(),
+            !setup.free_rule,
+            setup.order,
+            setup.write_threshold,
+        );
+        Pair {
+            tree,
+            model,
+            device: PagePool::new(DEVICE),
+            host: PagePool::new(HOST),
+            page_size: setup.page_size,
+            view,
+            other,
+            held: vec![],
+            flying: vec![],
+            storing: vec![],
+            next_op: 1,
+        }
+    }
+
+    fn tokens(&self, row: Row) -> (NamespaceId, Vec<u32>) {
+        let p = self.page_size;
+        let units = row.pages * p + row.inside % p + self.view.overlap() as u32;
+        // The fork is inside a page now and then.
+        let fork = row.fork * p + row.inside % 2;
+        let token = |i: u32| if i >= fork { 1000 * (row.branch + 1) + i } else { i };
+        (if row.ns { self.other } else { NamespaceId::DEFAULT }, (0..units).map(token).collect())
+    }
+
+    fn key<'a>(&self, ns: NamespaceId, tokens: &'a [u32]) -> Key<'a> {
+        Key { ns, tokens, view: self.view }
+    }
+
+    fn op(&mut self) -> OpId {
+        self.next_op += 1;
+        OpId(self.next_op)
+    }
+
+    /// A look-up in both. Returns the match and the model's path.
+    fn look_up(&mut self, ns: NamespaceId, tokens: &[u32]) -> (Matched, Vec<At>, Vec<PageId>) {
+        let mut pages = Vec::new();
+        let found = self.tree.match_prefix(self.key(ns, tokens), &mut pages);
+        let want = self.model.look_up(ns.0, tokens);
+        assert_eq!(ids(&pages), want.device);
+        self.same_match(&found, &want);
+        let path = self.model.path(ns.0, tokens);
+        assert_eq!(found.depth_pages() as usize, path.len());
+        assert_eq!(self.tree.depth_pages(found.node), Ok(found.depth_pages()));
+        (found, path, pages)
+    }
+
+    fn same_match(&self, found: &Matched, want: &sapwood::model::Found) {
+        assert_eq!(found.device_pages as usize, want.device.len());
+        assert_eq!((found.host_pages, found.loading_pages), (want.host_pages, want.loading_pages));
+        assert_eq!(found.loading.iter().map(|op| op.0).collect::<Vec<_>>(), want.loading);
+    }
+
+    fn end_of(path: &[At], pages: u32) -> At {
+        pages.checked_sub(1).map_or(0, |i| path[i as usize])
+    }
+
+    fn lock(&mut self, ns: NamespaceId, tokens: &[u32]) -> (Held, Matched, Vec<PageId>) {
+        let (found, path, pages) = self.look_up(ns, tokens);
+        let lock = self.tree.lock(found.device_node).unwrap();
+        let pin = (found.host_pages > 0).then(|| self.tree.pin_host(found.node).unwrap());
+        let lock_at = Self::end_of(&path, found.device_pages);
+        let pin_at = Self::end_of(&path, found.depth_pages());
+        self.model.lock(lock_at);
+        if pin.is_some() {
+            self.model.pin(pin_at);
+        }
+        (Held { lock, pin, lock_at, pin_at }, found, pages)
+    }
+
+    fn unlock(&mut self, held: Held) {
+        self.tree.unlock(held.lock).unwrap();
+        self.model.unlock(held.lock_at);
+        if let Some(pin) = held.pin {
+            self.tree.unpin_host(pin).unwrap();
+            self.model.unpin(held.pin_at);
+        }
+    }
+
+    fn evict(&mut self, want: u32, report: bool) {
+        let mut out = DeviceEviction::default();
+        let unbacked = if report { Unbacked::Report } else { Unbacked::Delete };
+        self.tree.evict_device(want, unbacked, &mut out);
+        let gone = self.model.evict_device(want, report);
+        assert_eq!(set(&out.freed_device), gone.device);
+        assert_eq!(set(&out.freed_host), gone.host);
+        assert_eq!(out.demoted_pages, gone.demoted);
+        assert_eq!(out.demoted_pages + out.deleted_pages, gone.device.len() as u32);
+        let mut reported = BTreeSet::new();
+        for &node in &out.needs_backup {
+            reported.extend(ids(self.tree.device_pages(node).unwrap()));
+        }
+        assert_eq!(reported, gone.reported);
+        assert_eq!(out.needs_backup_pages, gone.reported.len() as u32);
+        self.device.free(&out.freed_device).unwrap();
+        self.host.free(&out.freed_host).unwrap();
+    }
+
+    fn alloc_device(&mut self, n: u32, pages: &mut Vec<PageId>) -> bool {
+        let short = n.saturating_sub(self.device.free_pages());
+        if short > 0 {
+            self.evict(short, false);
+        }
+        self.device.alloc(n, pages)
+    }
+
+    fn alloc_host(&mut self, n: u32, pages: &mut Vec<PageId>) -> bool {
+        let short = n.saturating_sub(self.host.free_pages());
+        if short > 0 {
+            self.evict_host(short);
+        }
+        self.host.alloc(n, pages)
+    }
+
+    fn evict_host(&mut self, want: u32) {
+        let mut freed = Vec::new();
+        let done = self.tree.evict_host(want, &mut freed);
+        assert_eq!(done.freed_pages as usize, freed.len());
+        assert_eq!(set(&freed), self.model.evict_host(want));
+        self.host.free(&freed).unwrap();
+    }
+
+    fn reclaim(&mut self, want: u32) {
+        let mut freed = Vec::new();
+        self.tree.reclaim_mirrors(want, &mut freed);
+        self.host.free(&freed).unwrap();
+        let mut left = ids(&freed);
+        while !left.is_empty() {
+            let before = left.len();
+            left.retain(|&page| !self.model.reclaim(page));
+            assert!(left.len() < before, "mirrors that may not go: {left:?}");
+        }
+        assert!(freed.len() as u32 == want || self.model.mirrors().is_empty());
+    }
+
+    fn insert(
+        &mut self,
+        ns: NamespaceId,
+        tokens: &[u32],
+        pages: &[PageId],
+        owned: u32,
+        priority: i32,
+        hits: Option<u32>,
+    ) {
+        let mut out = InsertOut::default();
+        let opts = InsertOpts { priority, count_hits_from: hits };
+        let done = self.tree.insert(self.key(ns, tokens), pages, owned, opts, &mut out).unwrap();
+        let want = self.model.insert(ns.0, tokens, &ids(pages), owned, priority, hits);
+        assert_eq!((ids(&out.returned), ids(&out.canonical)), (want.returned, want.canonical));
+        assert_eq!(
+            (done.matched_pages, done.revived_pages, done.new_pages),
+            (want.matched, want.revived, want.new)
+        );
+        assert_eq!(done.due.map(|node| self.tree.depth_pages(node).unwrap()), want.due);
+        self.device.free(&out.returned).unwrap();
+    }
+
+    fn begin(&mut self, load: bool, row: Row) {
+        let (ns, tokens) = self.tokens(row);
+        let (found, path, _) = self.look_up(ns, &tokens);
+        let node = if load { found.node } else { found.device_node };
+        let depth = if load { found.depth_pages() } else { found.device_pages };
+        if depth == 0 {
+            return;
+        }
+        let at = Self::end_of(&path, depth);
+        let op = self.op();
+        let (mut backup, mut bring) = (BackupPlan::default(), LoadPlan::default());
+        let mut pages = Vec::new();
+        let want = if load {
+            self.tree.plan_load(node, &mut bring).unwrap();
+            let want = self.model.plan_load(at);
+            let from = |at: &At| self.model.copies(*at).1;
+            assert_eq!(
+                bring.host_pages.iter().map(|p| Slot::There(p.0)).collect::<Vec<_>>(),
+                want.iter().map(from).collect::<Vec<_>>()
+            );
+            want
+        } else {
+            self.tree.plan_backup(node, &mut backup).unwrap();
+            let want = self.model.plan_backup(at, self.tree.node_pages(node).unwrap());
+            let from = |at: &At| self.model.copies(*at).0;
+            assert_eq!(
+                backup.device_pages.iter().map(|p| Slot::There(p.0)).collect::<Vec<_>>(),
+                want.iter().map(from).collect::<Vec<_>>()
+            );
+            want
+        };
+        let n = want.len() as u32;
+        let pool = if load { &mut self.device } else { &mut self.host };
+        if n == 0 || !pool.alloc(n, &mut pages) {
+            return;
+        }
+        if load {
+            self.tree.begin_load(op, &bring, pages.clone()).unwrap();
+        } else {
+            self.tree.begin_backup(op, &backup, pages.clone()).unwrap();
+        }
+        self.model.begin(op.0, load, &want, &ids(&pages));
+        self.flying.push((op.0, load));
+    }
+
+    fn end(&mut self, i: usize, ok: bool) {
+        let ready: Vec<(u64, bool)> =
+            self.flying.iter().copied().filter(|&(op, _)| !self.model.is_waiting(op)).collect();
+        if ready.is_empty() {
+            return;
+        }
+        let (op, load) = ready[i % ready.len()];
+        let mut got: Vec<(u64, bool, Vec<PageId>)> = Vec::new();
+        if load {
+            let mut out = Vec::new();
+            self.tree.end_load(OpId(op), ok, &mut out).unwrap();
+            for end in out {
+                match end.outcome {
+                    LoadOutcome::Published { returned, .. } => got.push((end.op.0, true, returned)),
+                    LoadOutcome::Failed { returned } => got.push((end.op.0, false, returned)),
+                }
+            }
+        } else {
+            let mut out = Vec::new();
+            self.tree.end_backup(OpId(op), ok, &mut out).unwrap();
+            for end in out {
+                match end.outcome {
+                    BackupOutcome::Published { .. } => got.push((end.op.0, true, vec![])),
+                    BackupOutcome::Failed { returned } => got.push((end.op.0, false, returned)),
+                }
+            }
+        }
+        let want = self.model.end(op, ok);
+        assert_eq!(got.len(), want.len());
+        for ((op, published, back), want) in got.iter().zip(&want) {
+            let (pages, good) = match &want.kind {
+                SettledKind::Published(pages) => (pages, true),
+                SettledKind::Failed(pages) => (pages, false),
+            };
+            assert_eq!((*op, *published, set(back)), (want.op, good, pages.iter().copied().collect()));
+            if load {
+                self.device.free(back).unwrap()
+            } else {
+                self.host.free(back).unwrap()
+            }
+            self.flying.retain(|(flying, _)| flying != op);
+        }
+    }
+
+    fn refill(&mut self, row: Row, anchor: u32) {
+        let (ns, tokens) = self.tokens(row);
+        let p = self.page_size;
+        // A look-up of a shorter key gives the anchor.
+        let cut = (anchor * p) as usize + self.view.overlap();
+        let (found, path, _) = self.look_up(ns, &tokens[..cut.min(tokens.len())]);
+        let depth = found.depth_pages();
+        let key = self.key(ns, &tokens);
+        let rest = key.from_page(depth, p);
+        let mut pages = Vec::new();
+        if !self.host.alloc(rest.pages(p), &mut pages) {
+            return;
+        }
+        let mut hashes = Vec::new();
+        if self.tree.hashing() {
+            hash_pages(key, p, self.tree.namespaces().seed(ns), &mut hashes);
+            hashes.drain(..depth as usize);
+        }
+        let mut back = Vec::new();
+        let done = self.tree.insert_host(found.node, rest, &pages, &hashes, &mut back).unwrap();
+        let want = self.model.refill(Self::end_of(&path, depth), ns.0, rest.tokens, &ids(&pages));
+        assert_eq!((done.refilled_pages, done.attached_pages), (want.refilled, want.attached));
+        assert_eq!(ids(&back), want.returned);
+        self.host.free(&back).unwrap();
+    }
+
+    fn store(&mut self, row: Row) {
+        let (ns, tokens) = self.tokens(row);
+        let (found, path, _) = self.look_up(ns, &tokens);
+        let op = self.op();
+        if let Ok(plan) = self.tree.begin_store(op, found.node) {
+            let depth = found.depth_pages();
+            let first = depth - self.tree.node_pages(found.node).unwrap();
+            let want: Vec<u32> =
+                (first..depth).filter(|&i| !self.model.is_stored(path[i as usize])).collect();
+            assert_eq!(plan.positions, want);
+            let at = Self::end_of(&path, depth);
+            self.model.pin(at);
+            self.storing.push((op.0, at, want.iter().map(|&i| path[i as usize]).collect()));
+        }
+    }
+
+    fn end_store(&mut self, mask: u32) {
+        if self.storing.is_empty() {
+            return;
+        }
+        let (op, at, pages) = self.storing.remove(0);
+        let outcomes: Vec<bool> = (0..pages.len()).map(|i| mask >> (i % 32) & 1 == 1).collect();
+        let marked = self.tree.end_store(OpId(op), &outcomes).unwrap();
+        assert_eq!(marked as usize, outcomes.iter().filter(|ok| **ok).count());
+        for (page, _) in pages.iter().zip(&outcomes).filter(|(_, ok)| **ok) {
+            self.model.mark_stored(*page, true);
+        }
+        self.model.unpin(at);
+    }
+
+    fn demote(&mut self, row: Row, delete: bool) {
+        let (ns, tokens) = self.tokens(row);
+        let (found, path, _) = self.look_up(ns, &tokens);
+        let node = found.device_node;
+        let pages = self.tree.node_pages(node).unwrap();
+        let mut out = DeviceEviction::default();
+        let result =
+            if delete { self.tree.delete_leaf(node, &mut out) } else { self.tree.demote(node, &mut out) };
+        let mine: Vec<At> =
+            (found.device_pages - pages..found.device_pages).map(|i| path[i as usize]).collect();
+        if result.is_err() {
+            assert_eq!(out, DeviceEviction::default());
+            return;
+        }
+        assert_eq!(out.freed_device.len() as u32, pages);
+        if delete {
+            let freed: BTreeSet<u32> = self.model.delete(mine[0]).into_iter().collect();
+            assert_eq!(set(&out.freed_host), freed);
+        } else {
+            mine.iter().rev().for_each(|&at| self.model.demote(at));
+        }
+        self.device.free(&out.freed_device).unwrap();
+        self.host.free(&out.freed_host).unwrap();
+    }
+
+    fn run(&mut self, step: Step) {
+        match step {
+            Step::Insert { row, priority, count, chunked } => {
+                let (ns, tokens) = self.tokens(row);
+                let (held, found, mut pages) = self.lock(ns, &tokens);
+                let need = self.key(ns, &tokens).pages(self.page_size) - found.device_pages;
+                if self.alloc_device(need, &mut pages) {
+                    let from = if chunked { found.device_pages } else { 0 };
+                    self.insert(ns, &tokens, &pages, found.device_pages, priority, count.then_some(from));
+                }
+                self.unlock(held);
+            }
+            Step::InsertBlind(row) => {
+                let (ns, tokens) = self.tokens(row);
+                let mut pages = Vec::new();
+                if self.alloc_device(self.key(ns, &tokens).pages(self.page_size), &mut pages) {
+                    self.insert(ns, &tokens, &pages, 0, 0, Some(0));
+                }
+            }
+            Step::Match(row) => {
+                let (ns, tokens) = self.tokens(row);
+                self.look_up(ns, &tokens);
+            }
+            Step::Lock(row) if self.held.len() < 5 => {
+                let (ns, tokens) = self.tokens(row);
+                let (held, ..) = self.lock(ns, &tokens);
+                self.held.push(held);
+            }
+            Step::Unlock(i) if !self.held.is_empty() => {
+                let held = self.held.swap_remove(i % self.held.len());
+                self.unlock(held);
+            }
+            Step::Lock(_) | Step::Unlock(_) => {}
+            Step::Backup(row) => self.begin(false, row),
+            Step::Load(row) => self.begin(true, row),
+            Step::End(i, ok) => self.end(i, ok),
+            Step::Evict(n, report) => self.evict(n, report),
+            Step::EvictHost(n) => self.evict_host(n),
+            Step::Reclaim(n) => self.reclaim(n),
+            Step::Refill(row, anchor) => {
+                let mut room = Vec::new();
+                if self.alloc_host(row.pages, &mut room) {
+                    self.host.free(&room).unwrap();
+                    self.refill(row, anchor);
+                }
+            }
+            Step::Store(row) => self.store(row),
+            Step::EndStore(mask) => self.end_store(mask),
+            Step::Demote(row) => self.demote(row, false),
+            Step::DeleteLeaf(row) => self.demote(row, true),
+        }
+    }
+
+    fn compare(&self, step: Step) {
+        let found = self.tree.sanity();
+        assert!(found.is_empty(), "{found:#?}\n{}", self.tree.dump_text());
+        let mut device = BTreeSet::new();
+        self.tree.for_each_page(Tier::Device, |_, page| assert!(device.insert(page.0)));
+        let mut host = BTreeSet::new();
+        self.tree.for_each_page(Tier::Host, |_, page| assert!(host.insert(page.0)));
+        assert_eq!((&device, &host), (&self.model.held().0, &self.model.held().1));
+        assert_eq!(
+            device.len() as u32,
+            self.device.used_pages(),
+            "device pages in the tree + free = capacity"
+        );
+        assert_eq!(host.len() as u32, self.host.used_pages(), "host pages in the tree + free = capacity");
+        let s = self.tree.stats();
+        let sizes = [
+            s.device_pages_evictable,
+            s.device_pages_protected,
+            s.device_pages_loading,
+            s.host_pages,
+            s.host_pages_pending,
+            s.host_pages_mirrored,
+        ];
+        assert_eq!(sizes, self.model.sizes());
+        if let Step::Insert { row, .. } | Step::Match(row) | Step::Store(row) | Step::Refill(row, _) = step {
+            let (ns, tokens) = self.tokens(row);
+            let found = self.tree.peek(self.key(ns, &tokens));
+            self.same_match(&found, &self.model.peek(ns.0, &tokens));
+        }
+    }
+
+    /// Ends everything; nothing may be left.
+    fn drain(mut self) {
+        while !self.flying.is_empty() {
+            self.end(0, true);
+        }
+        while !self.storing.is_empty() {
+            self.end_store(u32::MAX);
+        }
+        while let Some(held) = self.held.pop() {
+            self.unlock(held);
+        }
+        self.evict(u32::MAX.min(DEVICE), false);
+        self.evict_host(HOST);
+        assert_eq!((self.device.used_pages(), self.host.used_pages(), self.tree.stats().nodes), (0, 0, 0));
+    }
+}
+
+const STEPS_MAX: usize = 160;
+
+#[test]
+fn the_tree_does_what_the_model_says() {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let seed = number("SAPWOOD_SEED").unwrap_or(0x5A9_00D);
+    let ops = number("SAPWOOD_MODEL_OPS").unwrap_or(200_000);
+    println!("SAPWOOD_SEED={seed} SAPWOOD_MODEL_OPS={ops}");
+    let mut bytes = [0; 32];
+    bytes[..8].copy_from_slice(&seed.to_le_bytes());
+    let cases = (ops / (STEPS_MAX as u64 / 2)).max(1) as u32;
+    let config = Config { cases, failure_persistence: None, max_shrink_iters: 20_000, ..Config::default() };
+    let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
+    let result = runner.run(&(setup(), vec(step(), 0..STEPS_MAX)), |(setup, steps)| {
+        let mut pair = Pair::new(&setup);
+        for step in steps {
+            pair.run(step);
+            pair.compare(step);
+        }
+        pair.drain();
+        Ok(())
+    });
+    if let Err(TestError::Fail(why, (setup, steps))) = &result {
+        panic!(
+            "SAPWOOD_SEED={seed}: {why}\n{setup:?}\n{}",
+            steps.iter().map(|s| format!("{s:?}\n")).collect::<String>()
+        );
+    }
+    result.unwrap();
+}
