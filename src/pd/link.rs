@@ -228,6 +228,11 @@ impl Link {
         }
     }
 
+    /// Whether a frame is being repeated.
+    pub(super) fn is_asking(&self, peer: PeerId, slot: Slot) -> bool {
+        self.resend.contains_key(&(peer, slot, RoomKey::default(), Serial(0)))
+    }
+
     pub(super) fn poll_transmit(&mut self) -> Option<(PeerId, Vec<u8>)> {
         self.out.pop_front()
     }

@@ -1,9 +1,12 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests, outside the test functions themselves")]
 //! Prefill to decode: frames, plans, scenarios, simulation.
 
+mod net;
 mod oracle;
 mod plan;
+mod scenarios;
 mod sim;
+mod transports;
 mod wire;
 
 /// Seed of random tests: `SAPWOOD_SEED`, or the fixed one. Printed by every test that uses it.

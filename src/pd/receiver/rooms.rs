@@ -50,7 +50,9 @@ impl Receiver {
                 reg.fencing = false;
             }
             reg.inc = inc;
-            self.register(now, peer);
+            if !self.link.is_asking(peer, Slot::Register) {
+                self.register(now, peer);
+            }
         }
         self.ask_again(now, peer);
     }
