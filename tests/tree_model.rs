@@ -3,6 +3,8 @@
 //! `SAPWOOD_SEED` replays a run, `SAPWOOD_MODEL_OPS` sets its size (200,000 operations unless told; nightly runs take
 //! 10 million). A failure is shrunk to a short list of operations.
 
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+
 use std::collections::BTreeSet;
 
 use proptest::collection::vec;
@@ -11,7 +13,7 @@ use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner
 
 use sapwood::base::{NamespaceId, OpId, PageId, Tier};
 use sapwood::key::{Key, KeyView, Namespace, hash_pages};
-use sapwood::model::{At, Model, Order, SettledKind, Slot};
+use sapwood::model::{At, Hold, Model, Order, SettledKind, Slot};
 use sapwood::pool::PagePool;
 use sapwood::tree::*;
 
@@ -46,6 +48,9 @@ enum Step {
     EndStore(u32),
     Demote(Row),
     DeleteLeaf(Row),
+    EvictComponent(bool, bool, u32),
+    AdoptHost(Row, bool, u32),
+    ReleaseWindow(usize),
 }
 
 fn row() -> impl Strategy<Value = Row> {
@@ -72,6 +77,9 @@ fn step() -> impl Strategy<Value = Step> {
         1 => any::<u32>().prop_map(Step::EndStore),
         1 => row().prop_map(Step::Demote),
         1 => row().prop_map(Step::DeleteLeaf),
+        2 => (any::<bool>(), any::<bool>(), 0..6u32).prop_map(|(c, t, n)| Step::EvictComponent(c, t, n)),
+        1 => (row(), any::<bool>(), 1..4u32).prop_map(|(row, c, n)| Step::AdoptHost(row, c, n)),
+        1 => any::<usize>().prop_map(Step::ReleaseWindow),
     ]
 }
 
@@ -84,6 +92,8 @@ struct Setup {
     write_threshold: u32,
     hashing: bool,
     merge: bool,
+    window: Option<u32>,
+    state: bool,
 }
 
 fn setup() -> impl Strategy<Value = Setup> {
@@ -97,16 +107,14 @@ fn setup() -> impl Strategy<Value = Setup> {
         1 => Just(Order::Priority),
         1 => (0..4u32, 0..3u32).prop_map(|(a, b)| Order::TailTrim(a, b)),
     ];
-    (1..4u32, any::<bool>(), any::<bool>(), order, 0..3u32, any::<bool>(), prop::bool::weighted(0.7))
-        .prop_map(|(page_size, bigram, free_rule, order, write_threshold, hashing, merge)| Setup {
-            page_size,
-            bigram,
-            free_rule,
-            order,
-            write_threshold,
-            hashing,
-            merge,
-        })
+    let parts = (prop::option::weighted(0.3, 1..4u32), prop::bool::weighted(0.25));
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), prop::bool::weighted(0.7));
+    (1..4u32, order, 0..3u32, flags, parts).prop_map(|(page_size, order, write_threshold, flags, parts)| {
+        let (bigram, free_rule, hashing, merge) = flags;
+        let (window, state) = parts;
+        let bigram = bigram && !state;
+        Setup { page_size, bigram, free_rule, order, write_threshold, hashing, merge, window, state }
+    })
 }
 
 fn policy(order: Order) -> Policy {
@@ -137,6 +145,9 @@ struct Held {
     pin: Option<HostPin>,
     lock_at: At,
     pin_at: At,
+    pin_locked: bool,
+    lock_holds: Vec<Hold>,
+    pin_holds: Vec<Hold>,
 }
 
 /// Both, and the two pools.
@@ -145,12 +156,15 @@ struct Pair {
     model: Model,
     device: PagePool,
     host: PagePool,
+    /// By component and tier.
+    pools: [[PagePool; 2]; 2],
+    spans: [u32; 2],
     page_size: u32,
     view: KeyView,
     other: NamespaceId,
     held: Vec<Held>,
     flying: Vec<(u64, bool)>,
-    storing: Vec<(u64, At, Vec<At>)>,
+    storing: Vec<(u64, At, Vec<At>, Vec<Hold>)>,
     next_op: u64,
 }
 
@@ -163,11 +177,12 @@ impl Pair {
             view,
             rule,
             policy: policy(setup.order),
-            components: Components::default(),
+            components: Components { window_pages: setup.window, state: setup.state },
             write_threshold: setup.write_threshold,
             hashing: setup.hashing,
             merge: setup.merge,
         };
+        let spans = [setup.window.unwrap_or(0), u32::from(setup.state)];
         let mut tree = Tree::new(config).unwrap();
         let other = tree.intern(&Namespace { salt: Some("t".into()), ..Namespace::default() }).unwrap();
         let model = Model::new(
@@ -176,12 +191,15 @@ impl Pair {
             !setup.free_rule,
             setup.order,
             setup.write_threshold,
+            spans,
         );
         Pair {
             tree,
             model,
             device: PagePool::new(DEVICE),
             host: PagePool::new(HOST),
+            pools: [16, 8].map(|n| [PagePool::new(n), PagePool::new(n + 4)]),
+            spans,
             page_size: setup.page_size,
             view,
             other,
@@ -218,7 +236,7 @@ impl Pair {
         assert_eq!(ids(&pages), want.device);
         self.same_match(&found, &want);
         let path = self.model.path(ns.0, tokens);
-        assert_eq!(found.depth_pages() as usize, path.len());
+        assert_eq!(found.full_pages as usize, path.len());
         assert_eq!(self.tree.depth_pages(found.node), Ok(found.depth_pages()));
         (found, path, pages)
     }
@@ -226,6 +244,8 @@ impl Pair {
     fn same_match(&self, found: &Matched, want: &sapwood::model::Found) {
         assert_eq!(found.device_pages as usize, want.device.len());
         assert_eq!((found.host_pages, found.loading_pages), (want.host_pages, want.loading_pages));
+        assert_eq!(found.full_pages, want.full_pages);
+        assert_eq!(found.cut_by.is_some(), found.depth_pages() < found.full_pages);
         assert_eq!(found.loading.iter().map(|op| op.0).collect::<Vec<_>>(), want.loading);
     }
 
@@ -234,24 +254,30 @@ impl Pair {
     }
 
     fn lock(&mut self, ns: NamespaceId, tokens: &[u32]) -> (Held, Matched, Vec<PageId>) {
-        let (found, path, pages) = self.look_up(ns, tokens);
-        let lock = self.tree.lock(found.device_node).unwrap();
-        let pin = (found.host_pages > 0).then(|| self.tree.pin_host(found.node).unwrap());
+        let mut pages = Vec::new();
+        let key = Key { ns, tokens, view: self.view };
+        let (found, lock, pin) = self.tree.match_and_lock(key, &mut pages);
+        let want = self.model.look_up(ns.0, tokens);
+        assert_eq!(ids(&pages), want.device);
+        self.same_match(&found, &want);
+        let path = self.model.path(ns.0, tokens);
         let lock_at = Self::end_of(&path, found.device_pages);
         let pin_at = Self::end_of(&path, found.depth_pages());
         self.model.lock(lock_at);
-        if pin.is_some() {
-            self.model.pin(pin_at);
-        }
-        (Held { lock, pin, lock_at, pin_at }, found, pages)
+        let pin_locked = pin.is_some() && self.model.pin(pin_at);
+        let lock_holds = self.model.hold(lock_at);
+        let pin_holds = if pin.is_some() { self.model.hold(pin_at) } else { vec![] };
+        (Held { lock, pin, lock_at, pin_at, pin_locked, lock_holds, pin_holds }, found, pages)
     }
 
     fn unlock(&mut self, held: Held) {
         self.tree.unlock(held.lock).unwrap();
+        self.model.release(&held.lock_holds);
         self.model.unlock(held.lock_at);
         if let Some(pin) = held.pin {
             self.tree.unpin_host(pin).unwrap();
-            self.model.unpin(held.pin_at);
+            self.model.release(&held.pin_holds);
+            self.model.unpin(held.pin_at, held.pin_locked);
         }
     }
 
@@ -322,7 +348,30 @@ impl Pair {
     ) {
         let mut out = InsertOut::default();
         let opts = InsertOpts { priority, count_hits_from: hits };
-        let done = self.tree.insert(self.key(ns, tokens), pages, owned, opts, &mut out).unwrap();
+        // The request keeps a window of its last pages, and a state at its end.
+        let whole = pages.len() as u32;
+        let window_from = whole - whole.min(self.spans[0] + hits.unwrap_or(0) % 2);
+        let mine = window_from.max(owned);
+        let mut window = vec![PageId(u32::MAX); (mine - window_from) as usize];
+        let windowed =
+            self.spans[0] > 0 && mine < whole && self.alloc_component(0, 0, whole - mine, &mut window);
+        if !windowed {
+            window.clear();
+        }
+        let mut state = Vec::new();
+        let stated = self.spans[1] > 0 && owned < whole && self.alloc_component(1, 0, 1, &mut state);
+        let given = InsertComponents { window_from, window: &window, state: state.first().copied() };
+        let done = self.tree.insert_with(self.key(ns, tokens), pages, owned, given, opts, &mut out);
+        if self.model.must_wait(ns.0, tokens) {
+            assert!(matches!(done, Err(TreeError::LoadInFlight(_))), "{done:?}");
+            self.device.free(&pages[owned as usize..]).unwrap();
+            if windowed {
+                self.pools[0][0].free(&window[(mine - window_from) as usize..]).unwrap();
+            }
+            self.pools[1][0].free(&state).unwrap();
+            return;
+        }
+        let done = done.unwrap();
         let want = self.model.insert(ns.0, tokens, &ids(pages), owned, priority, hits);
         assert_eq!((ids(&out.returned), ids(&out.canonical)), (want.returned, want.canonical));
         assert_eq!(
@@ -331,6 +380,82 @@ impl Pair {
         );
         assert_eq!(done.due.map(|node| self.tree.depth_pages(node).unwrap()), want.due);
         self.device.free(&out.returned).unwrap();
+        let path = self.model.path(ns.0, tokens);
+        if windowed {
+            for i in mine..whole {
+                self.model.adopt(path[i as usize], 0, 0, window[(i - window_from) as usize].0);
+            }
+        }
+        if stated {
+            self.model.adopt(path[whole as usize - 1], 1, 0, state[0].0);
+        }
+    }
+
+    fn alloc_component(&mut self, c: usize, tier: usize, n: u32, into: &mut Vec<PageId>) -> bool {
+        let short = n.saturating_sub(self.pools[c][tier].free_pages());
+        self.evict_component(c, tier, short);
+        self.pools[c][tier].alloc(n, into)
+    }
+
+    fn evict_component(&mut self, c: usize, tier: usize, want: u32) {
+        self.drain();
+        let component = [Component::Window, Component::State][c];
+        let victims = self.model.component_victims(c, tier);
+        let freed = self.tree.evict_component(component, [Tier::Device, Tier::Host][tier], want);
+        assert_eq!(freed, want.min(victims.len() as u32));
+        let mut out = ComponentPages::default();
+        self.tree.drain_freed(&mut out);
+        let gone = if tier == 0 { &out.device[c] } else { &out.host[c] };
+        if tier == 0 {
+            // On the host a node is as old as its demotion, page by page in the model, so only the number is compared.
+            assert_eq!(ids(gone), victims[..freed as usize]);
+        }
+        for page in gone {
+            assert!(victims.contains(&page.0));
+            self.model.evict_component(c, tier, page.0);
+        }
+        assert_eq!(self.model.drain_freed()[c][tier], set(gone));
+        self.pools[c][tier].free(gone).unwrap();
+    }
+
+    /// Component pages that became free, in both.
+    fn drain(&mut self) {
+        let mut out = ComponentPages::default();
+        self.tree.drain_freed(&mut out);
+        for (c, want) in self.model.drain_freed().into_iter().enumerate() {
+            for (tier, pages) in [&out.device[c], &out.host[c]].into_iter().enumerate() {
+                assert_eq!(set(pages), want[tier]);
+                self.pools[c][tier].free(pages).unwrap();
+            }
+        }
+    }
+
+    fn adopt_host(&mut self, row: Row, c: usize, n: u32) {
+        let (ns, tokens) = self.tokens(row);
+        let path = self.model.path(ns.0, &tokens);
+        let (found, ..) = self.look_up(ns, &tokens);
+        let depth = found.depth_pages();
+        let n = n.min(depth);
+        let mut pages = Vec::new();
+        if self.spans[c] == 0 || n == 0 || !self.alloc_component(c, 1, n, &mut pages) {
+            return;
+        }
+        let component = [Component::Window, Component::State][c];
+        self.tree.adopt_component_host(found.node, component, &pages).unwrap();
+        let places = &path[(depth - n) as usize..depth as usize];
+        let backed = places.iter().all(|&at| matches!(self.model.copies(at).1, Slot::There(_)));
+        for (&at, page) in places.iter().zip(&pages) {
+            if backed {
+                self.model.adopt(at, c, 1, page.0);
+            } else {
+                self.pools[c][1].free(&[*page]).unwrap();
+            }
+        }
+        if !backed {
+            let mut out = ComponentPages::default();
+            self.tree.drain_freed(&mut out);
+            assert_eq!(set(&out.host[c]), set(&pages));
+        }
     }
 
     fn begin(&mut self, load: bool, row: Row) {
@@ -365,16 +490,40 @@ impl Pair {
             want
         };
         let n = want.len() as u32;
+        let copies = if load { &bring.copies } else { &backup.copies };
+        let same =
+            if load { self.model.plan_component_load(at) } else { self.model.plan_component_backup(&want) };
+        let plain =
+            |copy: &ComponentCopy| (copy.component as usize, path[copy.position as usize], copy.source.0);
+        assert_eq!(copies.iter().map(plain).collect::<Vec<_>>(), same);
         let pool = if load { &mut self.device } else { &mut self.host };
-        if n == 0 || !pool.alloc(n, &mut pages) {
+        if n == 0 && same.is_empty() || !pool.alloc(n, &mut pages) {
             return;
         }
-        if load {
-            self.tree.begin_load(op, &bring, pages.clone()).unwrap();
-        } else {
-            self.tree.begin_backup(op, &backup, pages.clone()).unwrap();
+        let mut extra = Vec::new();
+        let tier = usize::from(!load);
+        let fits = same.iter().all(|copy| self.pools[copy.0][tier].alloc(1, &mut extra));
+        if !fits {
+            for (copy, page) in same.iter().zip(&extra) {
+                self.pools[copy.0][tier].free(&[*page]).unwrap();
+            }
+            extra.clear();
+            if n == 0 {
+                return;
+            }
         }
-        self.model.begin(op.0, load, &want, &ids(&pages));
+        // Without room for the components the Full pages go alone.
+        let end = if load && fits { at } else { want[want.len() - 1] };
+        match (load, fits) {
+            (true, true) => self.tree.begin_load_with(op, &bring, pages.clone(), extra.clone()).unwrap(),
+            (true, false) => self.tree.begin_load(op, &bring, pages.clone()).unwrap(),
+            (false, true) => self.tree.begin_backup_with(op, &backup, pages.clone(), extra.clone()).unwrap(),
+            (false, false) => self.tree.begin_backup(op, &backup, pages.clone()).unwrap(),
+        }
+        self.model.begin(op.0, load, end, &want, &ids(&pages));
+        if fits {
+            self.model.begin_copies(op.0, &same, &ids(&extra));
+        }
         self.flying.push((op.0, load));
     }
 
@@ -391,7 +540,7 @@ impl Pair {
             self.tree.end_load(OpId(op), ok, &mut out).unwrap();
             for end in out {
                 match end.outcome {
-                    LoadOutcome::Published { returned, .. } => got.push((end.op.0, true, returned)),
+                    LoadOutcome::Published { .. } => got.push((end.op.0, true, vec![])),
                     LoadOutcome::Failed { returned } => got.push((end.op.0, false, returned)),
                 }
             }
@@ -409,8 +558,8 @@ impl Pair {
         assert_eq!(got.len(), want.len());
         for ((op, published, back), want) in got.iter().zip(&want) {
             let (pages, good) = match &want.kind {
-                SettledKind::Published(pages) => (pages, true),
-                SettledKind::Failed(pages) => (pages, false),
+                SettledKind::Published => (&[][..], true),
+                SettledKind::Failed(pages) => (&pages[..], false),
             };
             assert_eq!((*op, *published, set(back)), (want.op, good, pages.iter().copied().collect()));
             if load {
@@ -459,8 +608,9 @@ impl Pair {
                 (first..depth).filter(|&i| !self.model.is_stored(path[i as usize])).collect();
             assert_eq!(plan.positions, want);
             let at = Self::end_of(&path, depth);
-            self.model.pin(at);
-            self.storing.push((op.0, at, want.iter().map(|&i| path[i as usize]).collect()));
+            assert_eq!(self.model.pin(at), !self.model.backed_up_parent);
+            let holds = self.model.hold(at);
+            self.storing.push((op.0, at, want.iter().map(|&i| path[i as usize]).collect(), holds));
         }
     }
 
@@ -468,14 +618,15 @@ impl Pair {
         if self.storing.is_empty() {
             return;
         }
-        let (op, at, pages) = self.storing.remove(0);
+        let (op, at, pages, holds) = self.storing.remove(0);
         let outcomes: Vec<bool> = (0..pages.len()).map(|i| mask >> (i % 32) & 1 == 1).collect();
         let marked = self.tree.end_store(OpId(op), &outcomes).unwrap();
         assert_eq!(marked as usize, outcomes.iter().filter(|ok| **ok).count());
         for (page, _) in pages.iter().zip(&outcomes).filter(|(_, ok)| **ok) {
             self.model.mark_stored(*page, true);
         }
-        self.model.unpin(at);
+        self.model.release(&holds);
+        self.model.unpin(at, !self.model.backed_up_parent);
     }
 
     fn demote(&mut self, row: Row, delete: bool) {
@@ -486,8 +637,9 @@ impl Pair {
         let mut out = DeviceEviction::default();
         let result =
             if delete { self.tree.delete_leaf(node, &mut out) } else { self.tree.demote(node, &mut out) };
-        let mine: Vec<At> =
-            (found.device_pages - pages..found.device_pages).map(|i| path[i as usize]).collect();
+        let mine: Vec<At> = (found.device_pages.saturating_sub(pages)..found.device_pages)
+            .map(|i| path[i as usize])
+            .collect();
         if result.is_err() {
             assert_eq!(out, DeviceEviction::default());
             return;
@@ -553,6 +705,19 @@ impl Pair {
             Step::EndStore(mask) => self.end_store(mask),
             Step::Demote(row) => self.demote(row, false),
             Step::DeleteLeaf(row) => self.demote(row, true),
+            Step::EvictComponent(c, tier, n) => self.evict_component(usize::from(c), usize::from(tier), n),
+            Step::AdoptHost(row, c, n) => self.adopt_host(row, usize::from(c), n),
+            Step::ReleaseWindow(i) => {
+                if !self.held.is_empty() {
+                    let i = i % self.held.len();
+                    let held = &mut self.held[i];
+                    self.tree.release_component(&mut held.lock, Component::Window).unwrap();
+                    let (window, rest): (Vec<Hold>, Vec<Hold>) =
+                        held.lock_holds.iter().partition(|hold| hold.0 == 0);
+                    self.model.release(&window);
+                    held.lock_holds = rest;
+                }
+            }
         }
     }
 
@@ -570,6 +735,14 @@ impl Pair {
             "device pages in the tree + free = capacity"
         );
         assert_eq!(host.len() as u32, self.host.used_pages(), "host pages in the tree + free = capacity");
+        for (c, component) in [Component::Window, Component::State].into_iter().enumerate() {
+            for (tier, name) in [Tier::Device, Tier::Host].into_iter().enumerate() {
+                let mut pages = BTreeSet::new();
+                self.tree.for_each_component_page(component, name, |page| assert!(pages.insert(page.0)));
+                assert_eq!(pages, self.model.component_held(c, tier));
+                assert_eq!(pages.len() as u32, self.pools[c][tier].used_pages(), "{component:?} {name:?}");
+            }
+        }
         let s = self.tree.stats();
         let sizes = [
             s.device_pages_evictable,
@@ -588,7 +761,7 @@ impl Pair {
     }
 
     /// Ends everything; nothing may be left.
-    fn drain(mut self) {
+    fn finish(mut self) {
         while !self.flying.is_empty() {
             self.end(0, true);
         }
@@ -598,9 +771,11 @@ impl Pair {
         while let Some(held) = self.held.pop() {
             self.unlock(held);
         }
-        self.evict(u32::MAX.min(DEVICE), false);
+        self.evict(DEVICE, false);
         self.evict_host(HOST);
+        self.drain();
         assert_eq!((self.device.used_pages(), self.host.used_pages(), self.tree.stats().nodes), (0, 0, 0));
+        assert!(self.pools.iter().flatten().all(|pool| pool.used_pages() == 0));
     }
 }
 
@@ -621,9 +796,10 @@ fn the_tree_does_what_the_model_says() {
         let mut pair = Pair::new(&setup);
         for step in steps {
             pair.run(step);
+            pair.drain();
             pair.compare(step);
         }
-        pair.drain();
+        pair.finish();
         Ok(())
     });
     if let Err(TestError::Fail(why, (setup, steps))) = &result {

@@ -16,6 +16,7 @@ use sha2::{Digest as _, Sha256};
 
 mod codec;
 
+pub use crate::pool::layout::Layout as ByteOrder;
 pub use codec::DescriptorError;
 
 /// Version of the descriptor encoding, the key derivation and the page-hash chain together.
@@ -76,22 +77,6 @@ pub enum Content {
         /// Bytes of the block, all layers.
         state_bytes: u64,
     },
-}
-
-/// Order of the bytes inside a page. The codes are those of [`codec`].
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[non_exhaustive]
-pub enum ByteOrder {
-    /// (page, layer, K/V, token, row): the default of the crate.
-    PageLayerKv,
-    /// (K/V, layer, token, row) cut by pages.
-    LayerFirst,
-    /// (K/V, token, layer, row).
-    PageFirst,
-    /// (K/V, page, layer, token, row).
-    PageFirstDirect,
-    /// (K/V, page, head, token, layer, dim).
-    HeadSplit,
 }
 
 /// Which of the caches of a model the page belongs to.

@@ -14,6 +14,7 @@ use crate::backend::identity::{
     ByteOrder, Content, Descriptor, DescriptorError, Dtype, Plane as StorePlane, Shard,
 };
 use crate::backend::store::{RegisterError, Store};
+use crate::base::{PageId, Tier};
 use crate::pool::{Capacities, Capacity, Geometry, Plane, PlaneKind, PoolKind};
 use crate::tiers::{ConfigError, Core, CoreConfig, PrefetchConfig, StoreConfig, WritePolicy};
 
@@ -114,6 +115,15 @@ pub enum BuildError {
     Thread(std::io::Error),
 }
 
+/// Called for every page that a pool takes back.
+pub(super) struct Scrub(pub(super) Box<dyn FnMut(Tier, PageId) + Send>);
+
+impl fmt::Debug for Scrub {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Scrub")
+    }
+}
+
 /// Collects what a [`PrefixCache`] is made of. Only a device is required.
 #[must_use]
 pub struct Builder {
@@ -131,6 +141,7 @@ pub struct Builder {
     loads_in_flight_max: u32,
     delivery: Delivery,
     waker: Option<Arc<dyn Fn() + Send + Sync>>,
+    scrub: Option<Scrub>,
 }
 
 impl fmt::Debug for Builder {
@@ -157,6 +168,7 @@ impl Builder {
             loads_in_flight_max: plain.loads_in_flight_max,
             delivery: Delivery::AsCompleted,
             waker: None,
+            scrub: None,
         }
     }
 
@@ -238,6 +250,13 @@ impl Builder {
         self
     }
 
+    /// Called with every page of device and host that goes back to its pool, before anything can be written to it
+    /// again: the place to erase or poison. Runs on the scheduler's thread.
+    pub fn on_free(mut self, scrub: impl FnMut(Tier, PageId) + Send + 'static) -> Self {
+        self.scrub = Some(Scrub(Box::new(scrub)));
+        self
+    }
+
     /// Checks everything, takes memory, starts the threads.
     pub fn build(self) -> Result<PrefixCache, BuildError> {
         let mut device = self.device.ok_or(BuildError::NoDevice)?;
@@ -292,7 +311,7 @@ impl Builder {
         let page_bytes = self.geometry.page_bytes(PoolKind::Full);
         let layers = self.geometry.model_layers();
         let executor = Executor::new(device, lane, page_bytes, layers, self.delivery, heard);
-        Ok(PrefixCache::assemble(self.geometry, arena, core, executor))
+        Ok(PrefixCache::assemble(self.geometry, arena, core, executor, self.scrub))
     }
 }
 

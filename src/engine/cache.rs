@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 
-use super::builder::Builder;
+use super::builder::{Builder, Scrub};
 use super::executor::{BytesMoved, Executor};
 use super::request::Request;
 use crate::backend::host::HostArena;
@@ -64,6 +64,7 @@ pub struct PrefixCache {
     executor: Executor,
     dropped: Receiver<RequestId>,
     drops: Sender<RequestId>,
+    scrub: Option<Scrub>,
     now: Time,
 }
 
@@ -76,11 +77,15 @@ impl PrefixCache {
     pub(super) fn assemble(
         geometry: Arc<Geometry>,
         arena: Arc<HostArena>,
-        core: Core,
+        mut core: Core,
         executor: Executor,
+        scrub: Option<Scrub>,
     ) -> Self {
+        if scrub.is_some() {
+            core.note_freed();
+        }
         let (drops, dropped) = unbounded();
-        PrefixCache { geometry, arena, core, executor, dropped, drops, now: Time::ZERO }
+        PrefixCache { geometry, arena, core, executor, dropped, drops, scrub, now: Time::ZERO }
     }
 
     /// Interns a namespace. Equal fields give equal ids.
@@ -243,6 +248,11 @@ impl PrefixCache {
     }
 
     fn run_actions(&mut self, now: Time) {
+        if let Some(scrub) = &mut self.scrub {
+            for (tier, page) in self.core.take_freed() {
+                scrub.0(tier, page);
+            }
+        }
         while self.core.has_actions() {
             for action in self.core.take_actions() {
                 self.executor.start(action, now);

@@ -8,11 +8,13 @@
 //! Pages are named by number ([`At`]); 0 is the root. Where the tree takes a node, the model takes the node's last page
 //! and, if it matters, how many pages the node has.
 
+mod components;
 mod ops;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
+pub use components::{Copy, Hold};
 pub use ops::{Settled, SettledKind};
 
 /// A page of the model; 0 is the root.
@@ -83,6 +85,8 @@ struct Page {
     used: u64,
     created: u64,
     stored: bool,
+    /// Page by component and tier.
+    components: [[Option<u32>; 2]; 2],
 }
 
 /// What a look-up finds.
@@ -96,6 +100,8 @@ pub struct Found {
     pub loading_pages: u32,
     /// The loads, in order of appearance.
     pub loading: Vec<u64>,
+    /// Pages of the key that are known, cut by no component.
+    pub full_pages: u32,
 }
 
 /// What an insert does.
@@ -156,10 +162,15 @@ pub struct Model {
     /// Ends of pinned paths.
     pins: Vec<At>,
     ops: BTreeMap<u64, ops::Op>,
+    /// Pages of a match that must have the component; 0: not configured.
+    spans: [u32; 2],
+    holds: Vec<Hold>,
+    /// By component and tier.
+    freed: [[Vec<u32>; 2]; 2],
 }
 
 impl Model {
-    /// An empty model. `overlap` is 1 in the bigram view.
+    /// An empty model. `overlap` is 1 in the bigram view; `spans` are those of window and state, 0 for none.
     #[must_use]
     pub fn new(
         page_size: usize,
@@ -167,6 +178,7 @@ impl Model {
         backed_up_parent: bool,
         order: Order,
         write_threshold: u32,
+        spans: [u32; 2],
     ) -> Model {
         let root = Page {
             parent: 0,
@@ -181,6 +193,7 @@ impl Model {
             used: 0,
             created: 0,
             stored: true,
+            components: [[None; 2]; 2],
         };
         Model {
             page_size,
@@ -194,6 +207,9 @@ impl Model {
             locks: Vec::new(),
             pins: Vec::new(),
             ops: BTreeMap::new(),
+            spans,
+            holds: Vec::new(),
+            freed: Default::default(),
         }
     }
 
@@ -260,11 +276,14 @@ impl Model {
     /// What a look-up finds, without its effects.
     #[must_use]
     pub fn peek(&self, ns: u32, tokens: &[u32]) -> Found {
-        let mut found = Found::default();
-        for at in self.path(ns, tokens) {
+        let path = self.path(ns, tokens);
+        let mut found = Found { full_pages: path.len() as u32, ..Found::default() };
+        let on_device = path.iter().take_while(|at| self.pages[at].device.there()).count();
+        let device = self.usable(&path[..on_device], false);
+        for (i, &at) in path[..self.usable(&path, true)].iter().enumerate() {
             match self.pages[&at].device {
-                Slot::There(page) => found.device.push(page),
-                Slot::Empty => found.host_pages += 1,
+                Slot::There(page) if i < device => found.device.push(page),
+                Slot::There(_) | Slot::Empty => found.host_pages += 1,
                 Slot::Flying { op, .. } => {
                     found.host_pages += 1;
                     found.loading_pages += 1;
@@ -303,9 +322,7 @@ impl Model {
     #[must_use]
     pub fn held(&self) -> (BTreeSet<u32>, BTreeSet<u32>) {
         let known = || self.pages.iter().filter(|(at, _)| **at != 0).map(|(_, p)| p);
-        let returned = self.ops.values().flat_map(|op| op.returned.iter().copied());
-        let device = known().filter_map(|p| p.device.page()).chain(returned).collect();
-        (device, known().filter_map(|p| p.host.page()).collect())
+        (known().filter_map(|p| p.device.page()).collect(), known().filter_map(|p| p.host.page()).collect())
     }
 
     // ---- calls ----
@@ -328,8 +345,9 @@ impl Model {
 
     /// A look-up: the path counts as used.
     pub fn look_up(&mut self, ns: u32, tokens: &[u32]) -> Found {
-        let end = self.path(ns, tokens).last().copied().unwrap_or(0);
-        self.touch(end);
+        let path = self.path(ns, tokens);
+        let depth = self.usable(&path, true);
+        self.touch(path[..depth].last().copied().unwrap_or(0));
         self.peek(ns, tokens)
     }
 
@@ -350,28 +368,31 @@ impl Model {
         }
     }
 
-    /// Pins the host copies of the path to a page.
-    pub fn pin(&mut self, at: At) {
+    /// Pins the host copies of the path to a page. True if that takes a lock, too: where a page of the path may have no
+    /// host copy.
+    pub fn pin(&mut self, at: At) -> bool {
         self.pins.push(at);
-        if !self.backed_up_parent {
+        let locked = !self.backed_up_parent || !self.pages[&at].host.there();
+        if locked {
             self.lock(at);
         }
+        locked
     }
 
     /// Unpins them. Pages that are only on the host and free of holds now count as used.
-    pub fn unpin(&mut self, at: At) {
+    pub fn unpin(&mut self, at: At, locked: bool) {
         let before = self.covered(&self.pins);
         let i = self.pins.iter().position(|&l| l == at).expect("unpin what was pinned");
         self.pins.remove(i);
         let after = self.covered(&self.pins);
-        let locked = self.covered(&self.locks);
+        let under_lock = self.covered(&self.locks);
         let now = self.tick();
         for &i in before.difference(&after) {
-            if self.pages[&i].device == Slot::Empty && !locked.contains(&i) {
+            if self.pages[&i].device == Slot::Empty && !under_lock.contains(&i) {
                 self.page(i).used = now;
             }
         }
-        if !self.backed_up_parent {
+        if locked {
             self.unlock(at);
         }
     }
@@ -393,9 +414,16 @@ impl Model {
             used: now,
             created: now,
             stored: false,
+            components: [[None; 2]; 2],
         };
         self.pages.insert(at, page);
         at
+    }
+
+    /// True if an insert of the key has to wait, because a page on its path is being loaded.
+    #[must_use]
+    pub fn must_wait(&self, ns: u32, tokens: &[u32]) -> bool {
+        self.path(ns, tokens).iter().any(|at| matches!(self.pages[at].device, Slot::Flying { .. }))
     }
 
     /// An insert of all whole pages of a key; `pages[owned_from..]` are the caller's.
@@ -435,11 +463,8 @@ impl Model {
                         put.returned.push(pages[i]);
                     }
                 }
-                other => {
+                _ => {
                     put.revived += u32::from(i < known.len());
-                    if let Slot::Flying { page, op } = other {
-                        self.ops.get_mut(&op).expect("a flying page has an operation").returned.push(page);
-                    }
                     self.page(at).device = Slot::There(pages[i]);
                 }
             }
@@ -565,6 +590,7 @@ impl Model {
         let now = self.tick();
         let page = self.page(at);
         (page.device, page.used) = (Slot::Empty, now);
+        self.drop_components(at, 0);
     }
 
     /// Deletes a page and everything below it; the host pages.
@@ -573,8 +599,14 @@ impl Model {
         for child in self.children(at) {
             freed.extend(self.delete(child));
         }
-        freed.extend(self.pages.remove(&at).and_then(|p| p.host.page()));
+        freed.extend(self.remove(at));
         freed
+    }
+
+    fn remove(&mut self, at: At) -> Option<u32> {
+        self.drop_components(at, 0);
+        self.drop_components(at, 1);
+        self.pages.remove(&at).and_then(|p| p.host.page())
     }
 
     /// Host eviction of `want` pages, page by page.
@@ -593,7 +625,7 @@ impl Model {
                 .filter(|at| !pinned.contains(at) && self.children(*at).is_empty())
                 .min_by_key(|&at| self.key(at));
             let Some(victim) = victim else { break };
-            freed.extend(self.pages.remove(&victim).and_then(|p| p.host.page()));
+            freed.extend(self.remove(victim));
         }
         freed
     }
@@ -618,8 +650,11 @@ impl Model {
     pub fn reclaim(&mut self, host_page: u32) -> bool {
         let may = self.mirrors().contains(&host_page);
         if may {
-            let found = self.pages.values_mut().find(|p| p.depth > 0 && p.host == Slot::There(host_page));
-            found.into_iter().for_each(|p| p.host = Slot::Empty);
+            let found = self.pages.iter().find(|(_, p)| p.depth > 0 && p.host == Slot::There(host_page));
+            if let Some((&at, _)) = found {
+                self.page(at).host = Slot::Empty;
+                self.drop_components(at, 1);
+            }
         }
         may
     }

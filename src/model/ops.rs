@@ -1,16 +1,17 @@
 //! Operations in flight, in the model.
 
-use super::{At, Model, Slot};
+use super::{At, Copy, Model, Slot};
 
 #[derive(Clone, Debug)]
 pub(super) struct Op {
-    load: bool,
-    /// Root first.
+    pub(super) load: bool,
+    /// Root first; none if it only copies components.
     pages: Vec<At>,
+    /// End of the path it holds.
+    end: At,
+    pub(super) copies: Vec<(Copy, u32)>,
     waiting: bool,
     waiters: Vec<u64>,
-    /// Device pages that an insert made superfluous.
-    pub(super) returned: Vec<u32>,
 }
 
 /// How an operation ended.
@@ -25,8 +26,8 @@ pub struct Settled {
 /// See [`Settled`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum SettledKind {
-    /// The copies count; pages given back.
-    Published(Vec<u32>),
+    /// The copies count.
+    Published,
     /// Nothing counts; pages given back.
     Failed(Vec<u32>),
 }
@@ -51,18 +52,17 @@ impl Model {
         top.take_while(|i| self.pages[i].device == Slot::Empty).copied().collect()
     }
 
-    /// Starts a backup (or a load) of `pages` into `into`.
-    pub fn begin(&mut self, op: u64, load: bool, pages: &[At], into: &[u32]) {
+    /// Starts a backup (or a load) of `pages` into `into`; `end` is the page to be reached.
+    pub fn begin(&mut self, op: u64, load: bool, end: At, pages: &[At], into: &[u32]) {
         for (&at, &page) in pages.iter().zip(into) {
             let flying = Slot::Flying { page, op };
             if load { self.page(at).device = flying } else { self.page(at).host = flying }
         }
-        let end = *pages.last().expect("an operation has pages");
         self.lock(end);
         if load {
             self.pins.push(end);
         }
-        let record = Op { load, pages: pages.to_vec(), waiting: false, waiters: vec![], returned: vec![] };
+        let record = Op { load, pages: pages.to_vec(), end, copies: vec![], waiting: false, waiters: vec![] };
         self.ops.insert(op, record);
     }
 
@@ -77,9 +77,7 @@ impl Model {
             let side = |model: &Model, at: At| {
                 if load { model.pages[&at].device } else { model.pages[&at].host }
             };
-            let flies =
-                |model: &Model, at: At| matches!(side(model, at), Slot::Flying { op: o, .. } if o == op);
-            let mine: Vec<At> = self.ops[&op].pages.iter().copied().filter(|&at| flies(self, at)).collect();
+            let mine = self.ops[&op].pages.clone();
             let ruled = load || self.backed_up_parent;
             let above = mine.first().map_or(Slot::There(0), |top| side(self, self.pages[top].parent));
             let publish = match above {
@@ -93,7 +91,7 @@ impl Model {
                 _ => true,
             };
             let done = self.ops.remove(&op).expect("in flight");
-            let mut back = done.returned.clone();
+            let mut back = Vec::new();
             for &at in &mine {
                 let page = side(self, at).page().expect("flying");
                 let to = if publish { Slot::There(page) } else { Slot::Empty };
@@ -102,13 +100,14 @@ impl Model {
                 }
                 if load { self.page(at).device = to } else { self.page(at).host = to }
             }
-            let end = *done.pages.last().expect("an operation has pages");
+            self.end_copies(load, &done.copies, publish);
+            let end = done.end;
             if load {
                 let i = self.pins.iter().position(|&l| l == end).expect("a load pins its path");
                 self.pins.remove(i);
             }
             self.unlock(end);
-            let kind = if publish { SettledKind::Published(back) } else { SettledKind::Failed(back) };
+            let kind = if publish { SettledKind::Published } else { SettledKind::Failed(back) };
             settled.push(Settled { op, kind });
             queue.extend(done.waiters.iter().map(|&waiter| (waiter, true)));
         }

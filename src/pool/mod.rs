@@ -1,7 +1,9 @@
-//! Floor 1: page numbers. Who hands them out, how runs of them are written down, how large a page is. No bytes here.
+//! Floor 1: page numbers. Who hands them out, how runs of them are written down, how large a page is and how its bytes
+//! are ordered. No bytes here.
 
 mod extents;
 pub mod geometry;
+pub mod layout;
 mod ledger;
 mod pages;
 

@@ -170,9 +170,8 @@ impl Core {
         };
         self.digest.mix(end.op.0);
         let failed = match end.outcome {
-            LoadOutcome::Published { returned, .. } => {
+            LoadOutcome::Published { .. } => {
                 self.stats.loaded_pages += u64::from(load.pages);
-                self.free_device(&returned);
                 false
             }
             LoadOutcome::Failed { returned } => {

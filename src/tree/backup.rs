@@ -4,7 +4,7 @@
 //! present one counts. A backup that ends before its parent's does waits inside the tree and ends with it.
 
 use crate::base::invariant::violated;
-use crate::base::{NodeId, OpId, PageId};
+use crate::base::{NodeId, OpId, PageId, Tier};
 
 use super::node::{NIL, ROOT, Residency};
 use super::op::OpKind;
@@ -29,6 +29,7 @@ impl Tree {
         plan.nodes.clear();
         plan.node_pages.clear();
         plan.device_pages.clear();
+        plan.copies.clear();
         let mut at = self.slot_below_root(node)?;
         if self.arena.nodes[at as usize].device != Residency::Present {
             return Err(TreeError::NotOnDevice(node));
@@ -46,10 +47,35 @@ impl Tree {
             plan.node_pages.push(node.pages);
             plan.device_pages.extend_from_slice(&self.arena.runs[node.run as usize].device[node.range()]);
         }
+        self.plan_component_backup(&plan.nodes, &mut plan.copies);
         Ok(())
     }
 
-    /// Starts a backup: the nodes of the plan own `host_pages` from now on, pending, and stay on the device until
+    /// [`begin_backup`](Tree::begin_backup) with the component pages of the plan: one host page for each of `plan.copies`.
+    ///
+    /// # Errors
+    /// As `begin_backup`; both lists come back.
+    pub fn begin_backup_with(
+        &mut self,
+        op: OpId,
+        plan: &BackupPlan,
+        host_pages: Vec<PageId>,
+        component_pages: Vec<PageId>,
+    ) -> Result<(), (TreeError, Vec<PageId>, Vec<PageId>)> {
+        let anchor = plan.nodes.last().copied().unwrap_or(self.root());
+        if let Err(refusal) = self.check_copies(anchor, Tier::Device, &plan.copies, &component_pages) {
+            return Err((refusal, host_pages, component_pages));
+        }
+        if let Err((refusal, host_pages)) = self.begin_backup(op, plan, host_pages) {
+            return Err((refusal, host_pages, component_pages));
+        }
+        if let Some(slot) = self.ops.find(op, OpKind::Backup) {
+            self.begin_copies(slot, &plan.copies, &component_pages);
+        }
+        Ok(())
+    }
+
+    /// Starts a backup of the Full pages only: the nodes of the plan own `host_pages` from now on, pending, and stay on the device until
     /// [`end_backup`](Tree::end_backup).
     ///
     /// # Errors
@@ -155,6 +181,8 @@ impl Tree {
             };
             let done = self.ops.remove(slot);
             self.stats.ops -= 1;
+            let published = matches!(outcome, BackupOutcome::Published { .. });
+            self.end_copies(done.node, Tier::Host, &done.copies, published);
             self.unlock_path(done.node);
             queue.extend(done.waiters.iter().map(|&waiter| (waiter, true)));
             out.push(BackupEnd { op: done.id, outcome });
@@ -197,6 +225,7 @@ impl Tree {
     pub(super) fn drop_host(&mut self, at: u32, into: &mut Vec<PageId>) {
         let node = &self.arena.nodes[at as usize];
         forget_pages(&mut self.arena.runs[node.run as usize].host[node.range()], into);
+        self.drop_components(at, Tier::Host);
         self.set_host(at, Residency::Absent);
     }
 

@@ -3,9 +3,9 @@
 use crate::base::PageId;
 use crate::key::{Key, hash_pages};
 
-use super::node::{NIL, NO_PAGE, ROOT, Residency, Run};
+use super::node::{NO_PAGE, ROOT, Residency, Run};
 use super::walk::Walk;
-use super::{InsertOpts, InsertOut, Inserted, Tree, TreeError};
+use super::{InsertComponents, InsertOpts, InsertOut, Inserted, Tree, TreeError};
 
 impl Tree {
     /// Puts the whole pages of `key` into the tree. `pages` has one page per whole page of the key, from the root on;
@@ -27,6 +27,23 @@ impl Tree {
         opts: InsertOpts,
         out: &mut InsertOut,
     ) -> Result<Inserted, TreeError> {
+        self.insert_with(key, pages, owned_from, InsertComponents::default(), opts, out)
+    }
+
+    /// [`insert`](Tree::insert) with pages of components. Those from `owned_from` on are handed over: they fill what is
+    /// missing in the tree, tombstones included; the others become free ([`drain_freed`](Tree::drain_freed)).
+    ///
+    /// # Errors
+    /// As `insert`; also a component that is not configured, a list of another length, or the tree's own pages.
+    pub fn insert_with(
+        &mut self,
+        key: Key<'_>,
+        pages: &[PageId],
+        owned_from: u32,
+        components: InsertComponents<'_>,
+        opts: InsertOpts,
+        out: &mut InsertOut,
+    ) -> Result<Inserted, TreeError> {
         out.returned.clear();
         out.canonical.clear();
         self.check_key(key)?;
@@ -37,7 +54,9 @@ impl Tree {
         let mut path = std::mem::take(&mut self.path);
         path.clear();
         let walk = self.walk(ROOT, key, |at, _| path.push(at));
-        let checked = self.check_insert(&path, walk, pages, owned_from);
+        let checked = self
+            .check_insert(&path, walk, pages, owned_from)
+            .and_then(|()| self.check_components(&path, walk.pages, whole, owned_from, components));
         if checked.is_ok() {
             self.tick();
             self.split_spare(walk, &mut path);
@@ -46,6 +65,9 @@ impl Tree {
             checked.map(|()| self.commit_insert(key, pages, owned_from, opts, walk.pages, &mut path, out));
         self.path = path;
         let inserted = result?;
+        if self.has_components() {
+            self.adopt_components(inserted.node.index, whole, owned_from, components);
+        }
         self.try_merge_above(inserted.node.index);
         Ok(inserted)
     }
@@ -195,16 +217,10 @@ impl Tree {
         at
     }
 
-    /// A node that has only a host copy takes device pages from an insert. If a load is under way, its pages become
-    /// superfluous and stay with the operation until it ends.
+    /// A node that has only a host copy takes device pages from an insert.
     fn revive(&mut self, at: u32, pages: &[PageId]) {
-        let node = &mut self.arena.nodes[at as usize];
+        let node = &self.arena.nodes[at as usize];
         let run = &mut self.arena.runs[node.run as usize];
-        if node.device == Residency::Pending {
-            let op = std::mem::replace(&mut node.op, NIL);
-            self.stats.device_pages_superseded += node.pages;
-            self.ops.get_mut(op).returned.extend_from_slice(&run.device[node.range()]);
-        }
         run.set_device(node.range(), pages);
         self.set_device(at, Residency::Present);
     }

@@ -1,9 +1,9 @@
 //! Device copies, and loads from the host. The only writer of device presence.
 //!
 //! The mirror image of `backup`: `Absent -> Pending(op) -> Present`, and the set of device copies is closed towards the
-//! root. An insert may overtake a load: its pages win, the load's go back when it ends.
+//! root. An insert cannot overtake a load: whoever waits for the load has its pages in a page table.
 
-use crate::base::{NodeId, OpId, PageId};
+use crate::base::{NodeId, OpId, PageId, Tier};
 
 use super::backup::Verdict;
 use super::node::{NIL, NO_PAGE, ROOT, Residency};
@@ -18,18 +18,14 @@ impl Tree {
     /// # Errors
     /// Unknown node, the root.
     pub fn plan_load(&self, node: NodeId, plan: &mut LoadPlan) -> Result<(), TreeError> {
-        *plan = LoadPlan {
-            nodes: std::mem::take(&mut plan.nodes),
-            node_pages: std::mem::take(&mut plan.node_pages),
-            host_pages: std::mem::take(&mut plan.host_pages),
-            joins: std::mem::take(&mut plan.joins),
-            later_pages: 0,
-        };
+        (plan.later_pages, plan.target) = (0, Some(node));
+        plan.copies.clear();
         plan.nodes.clear();
         plan.node_pages.clear();
         plan.host_pages.clear();
         plan.joins.clear();
-        let mut at = self.slot_below_root(node)?;
+        let target = self.slot_below_root(node)?;
+        let mut at = target;
         let mut below_load = false;
         while at != ROOT {
             let node = &self.arena.nodes[at as usize];
@@ -62,6 +58,9 @@ impl Tree {
             plan.node_pages.push(node.pages);
             plan.host_pages.extend_from_slice(&self.arena.runs[node.run as usize].host[node.range()]);
         }
+        if self.has_components() {
+            self.plan_component_load(target, &mut plan.copies);
+        }
         Ok(())
     }
 
@@ -91,7 +90,31 @@ impl Tree {
         Ok(())
     }
 
-    /// Starts a load: the nodes of the plan own `device_pages` from now on, pending; their host copies and the path above
+    /// [`begin_load`](Tree::begin_load) with the component pages of the plan: one device page for each of `plan.copies`. A
+    /// plan may consist of component pages only.
+    ///
+    /// # Errors
+    /// As `begin_load`; both lists come back.
+    pub fn begin_load_with(
+        &mut self,
+        op: OpId,
+        plan: &LoadPlan,
+        device_pages: Vec<PageId>,
+        component_pages: Vec<PageId>,
+    ) -> Result<(), (TreeError, Vec<PageId>, Vec<PageId>)> {
+        let anchor = plan.target.or(plan.nodes.last().copied()).unwrap_or(self.root());
+        if let Err(refusal) = self.check_copies(anchor, Tier::Host, &plan.copies, &component_pages) {
+            return Err((refusal, device_pages, component_pages));
+        }
+        if let Err(refusal) = self.check_load(op, plan, &device_pages, !plan.copies.is_empty()) {
+            return Err((refusal, device_pages, component_pages));
+        }
+        let slot = self.commit_load(op, plan, anchor.index, &device_pages);
+        self.begin_copies(slot, &plan.copies, &component_pages);
+        Ok(())
+    }
+
+    /// Starts a load of the Full pages only: the nodes of the plan own `device_pages` from now on, pending; their host copies and the path above
     /// stay in place until [`end_load`](Tree::end_load).
     ///
     /// # Errors
@@ -103,16 +126,21 @@ impl Tree {
         plan: &LoadPlan,
         device_pages: Vec<PageId>,
     ) -> Result<(), (TreeError, Vec<PageId>)> {
-        if let Err(refusal) = self.check_load(op, plan, &device_pages) {
+        if let Err(refusal) = self.check_load(op, plan, &device_pages, false) {
             return Err((refusal, device_pages));
         }
-        let (first, last) = (plan.nodes[0].index, plan.nodes[plan.nodes.len() - 1].index);
-        let first = self.arena.nodes[first as usize].depth;
+        self.commit_load(op, plan, plan.nodes[plan.nodes.len() - 1].index, &device_pages);
+        Ok(())
+    }
+
+    fn commit_load(&mut self, op: OpId, plan: &LoadPlan, last: u32, device_pages: &[PageId]) -> u32 {
+        let end = self.arena.nodes[last as usize].end();
+        let first = plan.nodes.first().map_or(end, |id| self.arena.nodes[id.index as usize].depth);
         let slot = self.ops.add(op, OpKind::Load, last, first);
         self.stats.ops += 1;
         self.lock_path(last);
         self.pin_path(last);
-        let mut pages = &device_pages[..];
+        let mut pages = device_pages;
         for id in &plan.nodes {
             let node = &mut self.arena.nodes[id.index as usize];
             let (mine, rest) = pages.split_at(node.pages as usize);
@@ -121,12 +149,21 @@ impl Tree {
             self.arena.runs[node.run as usize].set_device(node.range(), mine);
             self.set_device(id.index, Residency::Pending);
         }
-        Ok(())
+        slot
     }
 
-    fn check_load(&self, op: OpId, plan: &LoadPlan, device_pages: &[PageId]) -> Result<(), TreeError> {
+    fn check_load(
+        &self,
+        op: OpId,
+        plan: &LoadPlan,
+        device_pages: &[PageId],
+        may_be_empty: bool,
+    ) -> Result<(), TreeError> {
         if self.ops.contains(op) {
             return Err(TreeError::OpInFlight(op));
+        }
+        if may_be_empty && plan.nodes.is_empty() && device_pages.is_empty() {
+            return Ok(());
         }
         let pages = self.check_chain(&plan.nodes, &plan.node_pages)?;
         if device_pages.len() != pages as usize {
@@ -173,22 +210,22 @@ impl Tree {
             }
             let done = self.ops.remove(slot);
             self.stats.ops -= 1;
-            let mut returned = done.returned;
-            self.stats.device_pages_superseded -= returned.len() as u32;
-            let outcome = if matches!(verdict, Verdict::Publish) {
+            let published = matches!(verdict, Verdict::Publish);
+            let outcome = if published {
                 for &at in &mine {
                     self.arena.nodes[at as usize].op = NIL;
                     self.set_device(at, Residency::Present);
                 }
-                let nodes = mine.iter().map(|&at| self.arena.id(at)).collect();
-                LoadOutcome::Published { nodes, returned }
+                LoadOutcome::Published { nodes: mine.iter().map(|&at| self.arena.id(at)).collect() }
             } else {
+                let mut returned = Vec::new();
                 for &at in mine.iter().rev() {
                     self.arena.nodes[at as usize].op = NIL;
                     self.drop_device(at, &mut returned);
                 }
                 LoadOutcome::Failed { returned }
             };
+            self.end_copies(done.node, Tier::Device, &done.copies, published);
             self.unpin_path(done.node);
             self.unlock_path(done.node);
             queue.extend(done.waiters.iter().map(|&waiter| (waiter, true)));
@@ -197,7 +234,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Nodes of a load that no insert has revived.
+    /// The nodes of a load. (Its deepest node may lie below them, if only a component is loaded for it.)
     fn still_loading(&self, slot: u32) -> Vec<u32> {
         let mut nodes = self.ops.fragments(&self.arena, slot);
         nodes.retain(|&at| self.arena.nodes[at as usize].op == slot);
@@ -218,6 +255,7 @@ impl Tree {
     pub(super) fn drop_device(&mut self, at: u32, into: &mut Vec<PageId>) {
         let node = &self.arena.nodes[at as usize];
         forget_pages(&mut self.arena.runs[node.run as usize].device[node.range()], into);
+        self.drop_components(at, Tier::Device);
         self.set_device(at, Residency::Absent);
     }
 

@@ -17,8 +17,7 @@ impl Tree {
     /// Unknown node.
     pub fn lock(&mut self, node: NodeId) -> Result<DeviceLock, TreeError> {
         let at = self.slot(node)?;
-        self.lock_path(at);
-        Ok(DeviceLock { node })
+        Ok(self.take_lock(at))
     }
 
     /// Gives a lock back. Nodes that nobody locks any more count as used now.
@@ -31,6 +30,7 @@ impl Tree {
             return Err(TreeError::ForeignReceipt(lock.node));
         }
         self.tick();
+        self.release_spans(at, lock.held);
         self.unlock_path(at);
         self.try_merge(at);
         Ok(())
@@ -60,6 +60,7 @@ impl Tree {
             return Err(TreeError::ForeignReceipt(pin.node));
         }
         self.tick();
+        self.release_spans(at, pin.held);
         self.unpin_path(at);
         if pin.locked {
             self.unlock_path(at);
@@ -70,16 +71,17 @@ impl Tree {
 
     pub(super) fn take_lock(&mut self, anchor: u32) -> DeviceLock {
         self.lock_path(anchor);
-        DeviceLock { node: self.arena.id(anchor) }
+        DeviceLock { node: self.arena.id(anchor), held: self.hold_spans(anchor) }
     }
 
     pub(super) fn take_pin(&mut self, anchor: u32) -> HostPin {
         self.pin_path(anchor);
-        let locked = self.rule == BackupRule::Free;
+        let backed_up = self.arena.nodes[anchor as usize].host == Residency::Present;
+        let locked = self.rule == BackupRule::Free || !backed_up;
         if locked {
             self.lock_path(anchor);
         }
-        HostPin { node: self.arena.id(anchor), locked }
+        HostPin { node: self.arena.id(anchor), locked, held: self.hold_spans(anchor) }
     }
 
     pub(super) fn lock_path(&mut self, anchor: u32) {

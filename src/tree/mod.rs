@@ -19,6 +19,7 @@
 //! | `sanity`, `dump` | every broken rule; pictures |
 
 mod backup;
+mod component;
 mod dump;
 mod error;
 mod evict;
@@ -38,6 +39,7 @@ mod tests;
 mod types;
 mod walk;
 
+pub use component::{Component, ComponentCopy, ComponentPages, InsertComponents, PerComponent};
 pub use error::{TreeConfigError, TreeError};
 pub use policy::{EvictionPolicy, NodeFacts, Policy};
 pub use types::*;
@@ -67,6 +69,12 @@ pub struct Tree {
     ops: Ops,
     namespaces: Namespaces,
     stats: TreeStats,
+    /// Pages of a match that must have the component, by component; 0: not configured.
+    spans: PerComponent<u32>,
+    /// Pages in place, by component and tier (device, host).
+    component_pages: PerComponent<[u32; 2]>,
+    /// Component pages to hand out.
+    freed: ComponentPages,
     /// Path of the walk in progress; kept for its memory.
     path: Vec<u32>,
 }
@@ -80,6 +88,13 @@ impl Tree {
         if config.page_size == 0 || config.page_size > PAGE_SIZE_MAX {
             return Err(TreeConfigError::PageSize(config.page_size));
         }
+        if config.components.window_pages == Some(0) {
+            return Err(TreeConfigError::Window);
+        }
+        if config.components.state && config.view == KeyView::Bigram {
+            return Err(TreeConfigError::BigramState);
+        }
+        let spans = [config.components.window_pages.unwrap_or(0), u32::from(config.components.state)];
         let hits_cap = config.policy.hits_cap().max(config.write_threshold);
         Ok(Tree {
             page_size: config.page_size,
@@ -91,10 +106,13 @@ impl Tree {
             hashing: config.hashing,
             arena: Arena::new(),
             table: TagTable::default(),
-            orders: Orders::new(config.policy),
+            orders: Orders::new(config.policy, spans != [0; 2]),
             ops: Ops::default(),
             namespaces: Namespaces::new(),
             stats: TreeStats::default(),
+            spans,
+            component_pages: [[0; 2]; 2],
+            freed: ComponentPages::default(),
             path: Vec::new(),
         })
     }
@@ -166,7 +184,7 @@ impl Tree {
         self.hits_cap = self.orders.policy.hits_cap().max(threshold);
     }
 
-    /// Drops every node; the pages of both tiers are appended to the lists. Ids, locks and pins of before are void.
+    /// Drops every node; the pages of both tiers are appended to the lists (those of components: `drain_freed`). Ids, locks and pins of before are void.
     ///
     /// # Errors
     /// Operations in flight own pages; they must end first.
@@ -176,10 +194,17 @@ impl Tree {
         }
         self.for_each_page(Tier::Device, |_, page| device.push(page));
         self.for_each_page(Tier::Host, |_, page| host.push(page));
+        for at in 1..self.arena.nodes.len() as u32 {
+            if self.arena.is_live(at) {
+                self.drop_components(at, Tier::Device);
+                self.drop_components(at, Tier::Host);
+            }
+        }
         self.arena.clear();
         self.table = TagTable::default();
         let tick = self.orders.tick;
-        self.orders = Orders { tick, ..Orders::new(std::mem::take(&mut self.orders.policy)) };
+        let policy = std::mem::take(&mut self.orders.policy);
+        self.orders = Orders { tick, ..Orders::new(policy, self.has_components()) };
         let TreeStats { splits, merges, refill_pages_dropped, .. } = self.stats;
         self.stats = TreeStats { splits, merges, refill_pages_dropped, ..TreeStats::default() };
         Ok(())
@@ -265,7 +290,7 @@ impl Tree {
     }
 
     /// Every page that the tree owns on the device or the host, with the node it lies under, those of operations in
-    /// flight included (a load's pages that an insert made superfluous are listed under the load's node). Slot order.
+    /// flight included. Slot order.
     pub fn for_each_page(&self, tier: Tier, mut f: impl FnMut(NodeId, PageId)) {
         for at in self.arena.live().filter(|&at| at != ROOT) {
             let node = &self.arena.nodes[at as usize];
@@ -277,11 +302,6 @@ impl Tree {
             };
             if state != Residency::Absent {
                 pages[node.range()].iter().for_each(|&page| f(self.arena.id(at), page));
-            }
-        }
-        if tier == Tier::Device {
-            for op in self.ops.iter() {
-                op.returned.iter().for_each(|&page| f(self.arena.id(op.node), page));
             }
         }
     }

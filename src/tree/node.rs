@@ -9,6 +9,8 @@ use std::ops::Range;
 use crate::base::{NamespaceId, NodeId, PageId};
 use crate::key::PageHash;
 
+use super::component::{COMPONENTS, Lists};
+
 /// No node, run or operation.
 pub(super) const NIL: u32 = u32::MAX;
 /// The root's slot.
@@ -146,6 +148,8 @@ pub(super) struct Run {
     pub(super) hashes: Vec<PageHash>,
     /// One bit per page.
     pub(super) stored: Vec<u64>,
+    /// Component lists; none in a tree without components.
+    pub(super) components: Option<Box<[Lists; COMPONENTS]>>,
     pub(super) pages: u32,
     /// Nodes that are ranges of this run.
     pub(super) nodes: u32,
@@ -179,6 +183,7 @@ impl Run {
         self.device.truncate(pages);
         self.host.truncate(pages);
         self.hashes.truncate(pages);
+        self.truncate_components(pages);
         self.stored.truncate(pages.div_ceil(64));
         if let Some(last) = self.stored.get_mut(pages / 64) {
             *last &= (1 << (pages % 64)) - 1;

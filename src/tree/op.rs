@@ -5,8 +5,9 @@
 //! walking up from it.
 
 use crate::base::containers::Map;
-use crate::base::{OpId, PageId};
+use crate::base::{OpId, PageId, Tier};
 
+use super::component::{COMPONENTS, ComponentCopy, PerComponent};
 use super::node::Arena;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -28,12 +29,25 @@ pub(super) struct Op {
     pub(super) waiting: bool,
     /// Operations that wait for this one, in order of arrival.
     pub(super) waiters: Vec<u32>,
-    /// Device pages that an insert made superfluous.
-    pub(super) returned: Vec<PageId>,
+    /// Component pages to read, and the pages that take them.
+    pub(super) copies: Vec<(ComponentCopy, PageId)>,
     /// Pages of a store write, counted from the root.
     pub(super) positions: Vec<u32>,
     /// A store write that took a lock beside its pin.
     pub(super) locked: bool,
+    /// Component pages held by it besides `copies`.
+    pub(super) held: PerComponent<u32>,
+}
+
+impl Op {
+    /// The tier it copies to.
+    pub(super) fn target(&self) -> Tier {
+        match self.kind {
+            OpKind::Backup => Tier::Host,
+            OpKind::Load => Tier::Device,
+            OpKind::Store => Tier::Store,
+        }
+    }
 }
 
 /// Slots of operations.
@@ -62,9 +76,10 @@ impl Ops {
             first,
             waiting: false,
             waiters: Vec::new(),
-            returned: Vec::new(),
+            copies: Vec::new(),
             positions: Vec::new(),
             locked: false,
+            held: [0; COMPONENTS],
         };
         let slot = match self.free.pop() {
             Some(slot) => slot,

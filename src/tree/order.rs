@@ -6,6 +6,7 @@
 
 use crate::base::heap::IndexHeap;
 
+use super::component::COMPONENTS;
 use super::node::{Arena, Links, Listed, NIL, Node, ROOT, Residency};
 use super::policy::{NodeFacts, Policy};
 use super::types::BackupRule;
@@ -31,6 +32,10 @@ pub(super) struct Orders {
     pub(super) host_heap: IndexHeap,
     /// Nodes whose host copy could be given up, in the order in which that became so.
     pub(super) mirrors: Ends,
+    /// By component and tier: nodes that have any of it.
+    pub(super) components: [[IndexHeap; 2]; COMPONENTS],
+    /// The tree has components; without them no call looks at `components`.
+    pub(super) has_components: bool,
     /// Advances once per call; the only clock.
     pub(super) tick: u64,
 }
@@ -90,7 +95,7 @@ pub(super) fn facts(node: &Node) -> NodeFacts {
 }
 
 impl Orders {
-    pub(super) fn new(policy: Policy) -> Orders {
+    pub(super) fn new(policy: Policy, has_components: bool) -> Orders {
         Orders {
             policy,
             device: Ends::EMPTY,
@@ -98,6 +103,8 @@ impl Orders {
             device_heap: IndexHeap::default(),
             host_heap: IndexHeap::default(),
             mirrors: Ends::EMPTY,
+            components: Default::default(),
+            has_components,
             tick: 0,
         }
     }
@@ -139,10 +146,16 @@ impl Orders {
                 unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
             }
         }
-        if arena.nodes[at as usize].listed == want {
-            return;
+        if arena.nodes[at as usize].listed != want {
+            self.leave(arena, at);
+            self.enter(arena, at, want);
         }
-        self.leave(arena, at);
+        if self.has_components {
+            self.rekey_components(arena, at);
+        }
+    }
+
+    fn enter(&mut self, arena: &mut Arena, at: u32, want: Listed) {
         let node = &mut arena.nodes[at as usize];
         node.listed = want;
         if want == Listed::Nowhere {
@@ -172,6 +185,9 @@ impl Orders {
     /// Takes a node out of everything, before it is deleted.
     pub(super) fn forget(&mut self, arena: &mut Arena, at: u32) {
         self.leave(arena, at);
+        if self.has_components {
+            self.forget_components(at);
+        }
         if std::mem::replace(&mut arena.nodes[at as usize].mirrored, false) {
             unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
         }
@@ -194,6 +210,9 @@ impl Orders {
     #[inline]
     pub(super) fn touch(&mut self, arena: &mut Arena, at: u32) {
         arena.nodes[at as usize].tick = self.tick;
+        if self.has_components {
+            self.rekey_components(arena, at);
+        }
         if !self.policy.is_list() {
             self.rekey(arena, at);
             return;
@@ -220,5 +239,9 @@ impl Orders {
             self.rekey(arena, suffix);
         }
         self.refresh(arena, rule, prefix);
+        if self.has_components {
+            self.refresh_components(arena, prefix);
+            self.refresh_components(arena, suffix);
+        }
     }
 }

@@ -37,6 +37,9 @@ impl Tree {
         if !readable {
             return report.0;
         }
+        for &at in &sound {
+            report.0.extend(self.component_faults(at));
+        }
         for &at in sound.iter().filter(|&&at| at != ROOT) {
             self.check_state(at, &mut report);
             self.check_payload(at, &mut report);
@@ -337,7 +340,6 @@ impl Tree {
                 s.host_pages_mirrored += n.pages;
             }
         }
-        s.device_pages_superseded = self.ops.iter().map(|op| op.returned.len() as u32).sum();
         report.must(s == self.stats, "counters", format_args!("kept {:?}, found {s:?}", self.stats));
     }
 

@@ -127,6 +127,9 @@ impl Tree {
         low.pages += up.pages;
         self.arena.remove_node(at);
         self.orders.rekey(&self.arena, child);
+        if self.has_components() {
+            self.orders.refresh_components(&self.arena, child);
+        }
         self.stats.merges += 1;
     }
 
@@ -159,6 +162,7 @@ impl Tree {
             }
         }
         run.hashes.extend_from_slice(&tail.hashes);
+        run.extend_components(before, &tail);
         for page in (0..tail.pages as usize).filter(|&page| tail.is_stored(page)) {
             run.set_stored(before + page);
         }

@@ -102,6 +102,7 @@ impl Tree {
         self.stats.ops += 1;
         self.arena.nodes[at as usize].store_op = slot;
         self.pin_path(at);
+        self.ops.get_mut(slot).held = self.hold_spans(at);
         if self.rule == BackupRule::Free {
             self.ops.get_mut(slot).locked = true;
             self.lock_path(at);
@@ -141,6 +142,7 @@ impl Tree {
             self.arena.nodes[at as usize].store_op = NIL;
             at = self.arena.nodes[at as usize].parent;
         }
+        self.release_spans(done.node, done.held);
         self.unpin_path(done.node);
         if done.locked {
             self.unlock_path(done.node);

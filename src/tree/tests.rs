@@ -89,15 +89,19 @@ impl Rig {
             }
             let mut out = InsertOut::default();
             let opts = InsertOpts { priority: 0, count_hits_from: Some(0) };
-            let done = self.tree.insert(key, &pages, found.device_pages, opts, &mut out).unwrap();
+            let Ok(done) = self.tree.insert(key, &pages, found.device_pages, opts, &mut out) else {
+                assert!(found.loading_pages > 0, "only a load in the way stops an insert");
+                self.free_device(&pages[found.device_pages as usize..]);
+                return None;
+            };
             assert_eq!(done.matched_pages + done.revived_pages + done.new_pages, key.pages(p));
             self.check_bytes_from(key, found.device_pages as usize, &out.canonical);
             self.free_device(&out.returned);
-            done
+            Some(done)
         });
         self.tree.unlock(lock).unwrap();
         pin.into_iter().for_each(|pin| self.tree.unpin_host(pin).unwrap());
-        done
+        done.flatten()
     }
 
     fn check_bytes(&self, key: Key<'_>, pages: &[PageId]) {
@@ -177,8 +181,9 @@ impl Rig {
         let mut out = Vec::new();
         self.tree.end_load(op, ok, &mut out).unwrap();
         for end in &out {
-            let (LoadOutcome::Failed { returned } | LoadOutcome::Published { returned, .. }) = &end.outcome;
-            self.free_device(returned);
+            if let LoadOutcome::Failed { returned } = &end.outcome {
+                self.free_device(returned);
+            }
         }
         out
     }
@@ -218,10 +223,7 @@ impl Rig {
         self.tree.for_each_page(Tier::Host, |id, page| ledger.own(page, format!("node {id}")));
         assert_eq!(ledger.check(&self.host), []);
         let s = self.tree.stats();
-        let tree_pages = s.device_pages_evictable
-            + s.device_pages_protected
-            + s.device_pages_loading
-            + s.device_pages_superseded;
+        let tree_pages = s.device_pages_evictable + s.device_pages_protected + s.device_pages_loading;
         assert_eq!(self.device.used_pages(), tree_pages);
         assert_eq!(self.host.used_pages(), s.host_pages + s.host_pages_pending);
     }
@@ -372,7 +374,7 @@ fn a_failed_backup_takes_those_above_it_along() {
 }
 
 #[test]
-fn an_insert_overtakes_a_load() {
+fn an_insert_waits_for_the_load_it_meets() {
     let mut rig = Rig::new(config(2), 32, 32);
     let tokens = row("abcd");
     let node = rig.insert(key(&tokens)).unwrap().node;
@@ -381,13 +383,14 @@ fn an_insert_overtakes_a_load() {
     let op = rig.begin_load(node).unwrap();
     let found = rig.tree.match_prefix(key(&tokens), &mut Vec::new());
     assert_eq!((found.host_pages, found.loading_pages, &found.loading[..]), (4, 4, &[op][..]));
-    rig.insert(key(&row("ab"))).unwrap();
-    assert_eq!(rig.tree.peek(key(&tokens)).device_pages, 2);
+    let mut pages = Vec::new();
+    assert!(rig.device.alloc(2, &mut pages));
+    let mut out = InsertOut::default();
+    let refused = rig.tree.insert(key(&row("ab")), &pages, 0, InsertOpts::default(), &mut out);
+    assert_eq!(refused, Err(TreeError::LoadInFlight(node)));
+    rig.device.free(&pages).unwrap();
     rig.check();
-    let LoadOutcome::Published { nodes, returned } = rig.end_load(op, true).remove(0).outcome else {
-        panic!("published")
-    };
-    assert_eq!((&nodes[..], returned.len()), (&[node][..], 2));
+    assert_eq!(rig.end_load(op, true)[0].outcome, LoadOutcome::Published { nodes: vec![node] });
     rig.check();
     let mut pages = Vec::new();
     rig.tree.match_prefix(key(&tokens), &mut pages);

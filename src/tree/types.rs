@@ -5,6 +5,7 @@ use smallvec::SmallVec;
 use crate::base::{NodeId, OpId, PageId};
 use crate::key::{KeyView, PageHash};
 
+use super::component::{Component, ComponentCopy, PerComponent};
 use super::policy::Policy;
 
 /// Which nodes may hold a host copy.
@@ -79,6 +80,10 @@ pub struct Matched {
     pub loading: SmallVec<[OpId; 2]>,
     /// Host pages that are being loaded.
     pub loading_pages: u32,
+    /// Pages of the key that have a Full copy on some tier. More than the depth of the match if a component cut it.
+    pub full_pages: u32,
+    /// The component that cut the match, if one did.
+    pub cut_by: Option<Component>,
     /// Pages of `node` past the match. Only [`Tree::peek`](super::Tree::peek) reports any: a lock on `node` would
     /// pin that much more than was matched.
     pub spare_pages: u32,
@@ -98,6 +103,8 @@ impl Matched {
 #[derive(Debug, PartialEq, Eq)]
 pub struct DeviceLock {
     pub(super) node: NodeId,
+    /// Pages of each component that it holds, counted back from the end of the node.
+    pub(super) held: PerComponent<u32>,
 }
 
 impl DeviceLock {
@@ -114,9 +121,10 @@ impl DeviceLock {
 #[derive(Debug, PartialEq, Eq)]
 pub struct HostPin {
     pub(super) node: NodeId,
-    /// Under [`BackupRule::Free`] a pinned host copy can hang below a device page without one; a lock keeps that
-    /// page's node alive.
+    /// A node on the path may have no host copy: any under [`BackupRule::Free`], the last one where a match needs only a
+    /// component from the host. A lock keeps such nodes alive.
     pub(super) locked: bool,
+    pub(super) held: PerComponent<u32>,
 }
 
 impl HostPin {
@@ -169,6 +177,8 @@ pub struct BackupPlan {
     pub node_pages: Vec<u32>,
     /// Device pages to read, in order.
     pub device_pages: Vec<PageId>,
+    /// Component pages to read.
+    pub copies: Vec<ComponentCopy>,
 }
 
 /// Nodes to copy to the device. Reuse one.
@@ -180,6 +190,10 @@ pub struct LoadPlan {
     pub node_pages: Vec<u32>,
     /// Host pages to read, in order.
     pub host_pages: Vec<PageId>,
+    /// The node to be reached; set by the planner.
+    pub target: Option<NodeId>,
+    /// Component pages to read.
+    pub copies: Vec<ComponentCopy>,
     /// Loads in flight above them; the new pages become usable only when those have ended well.
     pub joins: Vec<OpId>,
     /// Pages further down that cannot be planned yet: a load above them failed while one below it goes on. Plan again
@@ -225,10 +239,8 @@ pub struct LoadEnd {
 pub enum LoadOutcome {
     /// The device copies are there.
     Published {
-        /// Root first, splits since the start included; without nodes that an insert revived meanwhile.
+        /// Root first, splits since the start included.
         nodes: Vec<NodeId>,
-        /// Pages that are not needed, because an insert brought its own meanwhile.
-        returned: Vec<PageId>,
     },
     /// Nothing was published.
     Failed {
@@ -337,8 +349,6 @@ pub struct TreeStats {
     pub device_pages_protected: u32,
     /// Being loaded: owned, not usable.
     pub device_pages_loading: u32,
-    /// Of loads in flight, made superfluous by an insert: given back when the load ends.
-    pub device_pages_superseded: u32,
     /// Published host copies.
     pub host_pages: u32,
     /// Host copies in flight.

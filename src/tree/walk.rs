@@ -105,16 +105,18 @@ impl Tree {
             host_pages: 0,
             loading: SmallVec::new(),
             loading_pages: 0,
+            full_pages: 0,
+            cut_by: None,
             spare_pages: 0,
         }
     }
 
-    /// Adds one node of a walk to a match.
+    /// Adds one node of a walk to a match; `on_device` says that its components allow it to count for the device.
     #[inline]
-    fn extend_match(&self, found: &mut Matched, at: u32, pages: u32) {
+    fn extend_match(&self, found: &mut Matched, at: u32, pages: u32, on_device: bool) {
         let node = &self.arena.nodes[at as usize];
         found.node = self.arena.id(at);
-        if node.device == Residency::Present {
+        if node.device == Residency::Present && on_device {
             found.device_node = found.node;
             found.device_pages += pages;
             return;
@@ -137,8 +139,39 @@ impl Tree {
     pub fn peek(&self, key: Key<'_>) -> Matched {
         let mut found = self.empty_match();
         if self.check_key(key).is_ok() {
-            let walk = self.walk(ROOT, key, |at, pages| self.extend_match(&mut found, at, pages));
-            found.spare_pages = walk.spare;
+            if self.has_components() {
+                return self.peek_components(key);
+            }
+            let walk = self.walk(ROOT, key, |at, pages| self.extend_match(&mut found, at, pages, true));
+            (found.spare_pages, found.full_pages) = (walk.spare, walk.pages);
+        }
+        found
+    }
+
+    /// The same with components: where they cut the match is known only at its end.
+    fn peek_components(&self, key: Key<'_>) -> Matched {
+        let mut found = self.empty_match();
+        let mut path: SmallVec<[(u32, u32); 16]> = SmallVec::new();
+        let walk = self.walk(ROOT, key, |at, pages| path.push((at, pages)));
+        let on_device =
+            path.iter().take_while(|(at, _)| self.arena.nodes[*at as usize].device == Residency::Present);
+        let full_device = on_device.map(|(_, pages)| pages).sum();
+        let (device, _) = self.usable(walk.last, full_device, false);
+        let (any, cut_by) = self.usable(walk.last, walk.pages, true);
+        (found.full_pages, found.cut_by) = (walk.pages, cut_by);
+        for (at, pages) in path {
+            let node = &self.arena.nodes[at as usize];
+            // A node on both sides of the device border counts on each for what lies there.
+            let to_device = device.clamp(node.depth, node.depth + pages) - node.depth;
+            let to_any = any.clamp(node.depth, node.depth + pages) - node.depth;
+            if to_device > 0 {
+                self.extend_match(&mut found, at, to_device, true);
+                found.spare_pages = node.pages - to_device;
+            }
+            if to_any > to_device {
+                self.extend_match(&mut found, at, to_any - to_device, false);
+                found.spare_pages = node.pages - to_any;
+            }
         }
         found
     }
@@ -152,19 +185,50 @@ impl Tree {
             return found;
         }
         self.tick();
-        let path = self.walk_and_split(ROOT, key);
+        let mut path = self.walk_and_split(ROOT, key);
+        let mut device_end = u32::MAX;
+        if self.has_components() {
+            device_end = self.cut_match(&mut found, &mut path);
+        } else {
+            found.full_pages = path.last().map_or(0, |&at| self.arena.nodes[at as usize].end());
+        }
         for &at in &path {
             let node = &self.arena.nodes[at as usize];
-            if node.device == Residency::Present {
+            let on_device = node.device == Residency::Present && node.end() <= device_end;
+            if on_device {
                 pages.extend_from_slice(&self.arena.runs[node.run as usize].device[node.range()]);
             }
-            self.extend_match(&mut found, at, node.pages);
+            self.extend_match(&mut found, at, node.pages, on_device);
         }
         for &at in path.iter().rev() {
             self.orders.touch(&mut self.arena, at);
         }
         self.path = path;
         found
+    }
+
+    /// Shortens a path to what its components allow, with nodes ending at both borders. Returns the end of the device
+    /// part.
+    fn cut_match(&mut self, found: &mut Matched, path: &mut Vec<u32>) -> u32 {
+        let Some(&last) = path.last() else { return 0 };
+        let full = self.arena.nodes[last as usize].end();
+        let on_device =
+            path.iter().take_while(|&&at| self.arena.nodes[at as usize].device == Residency::Present);
+        let full_device = on_device.map(|&at| self.arena.nodes[at as usize].pages).sum();
+        let (device, _) = self.usable(last, full_device, false);
+        let (any, cut_by) = self.usable(last, full, true);
+        (found.full_pages, found.cut_by) = (full, cut_by);
+        for border in [device, any] {
+            if let Some(i) = path.iter().position(|&at| {
+                let node = &self.arena.nodes[at as usize];
+                node.depth < border && border < node.end()
+            }) {
+                let prefix = self.split(path[i], border - self.arena.nodes[path[i] as usize].depth);
+                path.insert(i, prefix);
+            }
+        }
+        path.retain(|&at| self.arena.nodes[at as usize].end() <= any);
+        device
     }
 
     /// [`match_prefix`](Tree::match_prefix), with what it reports locked and pinned: the device path under the lock, the

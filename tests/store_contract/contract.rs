@@ -4,7 +4,9 @@ use std::time::{Duration, Instant};
 
 use sapwood::backend::region::Region;
 use sapwood::backend::store::fault::Faulty;
+use sapwood::backend::store::file::{FileConfig, FileStore, IoMode};
 use sapwood::backend::store::mem::MemStore;
+use sapwood::backend::store::wrap::{Breaker, Deadlines, Detached, Limit, Retry, Wrapped};
 use sapwood::backend::store::{Call, Cancel, Health, Item, Outcome, RegionToken, RegisterError, Span, Store};
 
 use crate::kit::{Arena, Fixture, Rng, bytes_of, item, key, namespace_of, page, space, space_of};
@@ -386,7 +388,38 @@ macro_rules! suite {
 
 const ROOMY: usize = 64 << 20;
 
+const TICK: Duration = Duration::from_millis(1);
+const LONG: Duration = Duration::from_secs(600);
+
+/// Everything around a file store, as an operator might put it.
+fn stacked() -> Fixture {
+    let dir = tempfile::tempdir().unwrap();
+    let config = FileConfig { free_bytes_min: 0, ..FileConfig::new(dir.path().join("store"), ROOMY as u64) };
+    let files = Wrapped::new(FileStore::open(config).unwrap(), Retry::new(2, TICK));
+    let detached = Detached::new(Wrapped::new(files, Breaker::new(8, TICK)), LONG, 8);
+    Fixture::new(Wrapped::new(detached, Deadlines::new(LONG))).keeping(dir)
+}
+
+/// A file store in a directory of its own, with segments so small that the suite fills several.
+fn file(change: impl FnOnce(&mut FileConfig)) -> Fixture {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = FileConfig::new(dir.path().join("store"), ROOMY as u64);
+    config.segment_bytes = 1 << 20;
+    config.free_bytes_min = 0;
+    change(&mut config);
+    Fixture::new(FileStore::open(config).unwrap()).keeping(dir)
+}
+
 suite! {
     mem: Some(Fixture::new(MemStore::new(ROOMY)));
+    file_buffered: Some(file(|_| {}));
+    file_direct: Some(file(|c| c.io = IoMode::Direct));
+    file_packed: Some(file(|c| c.align = 64));
+    retried: Some(Fixture::new(Wrapped::new(MemStore::new(ROOMY), Retry::new(3, TICK))));
+    guarded: Some(Fixture::new(Wrapped::new(MemStore::new(ROOMY), Breaker::new(3, TICK))));
+    limited: Some(Fixture::new(Wrapped::new(MemStore::new(ROOMY), Limit::new(1 << 40, 1 << 40, TICK))));
+    bounded: Some(Fixture::new(Wrapped::new(MemStore::new(ROOMY), Deadlines::new(LONG))));
+    detached: Some(Fixture::new(Detached::new(MemStore::new(ROOMY), LONG, 8)));
+    stacked: Some(stacked());
     fault_free: Some(Fixture::new(Faulty::new(MemStore::new(ROOMY))));
 }

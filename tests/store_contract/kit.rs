@@ -1,6 +1,7 @@
 //! Memory, keys, bytes and seeds for the suite.
 #![expect(unsafe_code, reason = "the tests own the regions and touch them from one thread at a time")]
 
+use std::any::Any;
 use std::sync::Arc;
 
 use sapwood::backend::identity::{
@@ -12,11 +13,17 @@ use sapwood::backend::store::{Item, RegionToken, Span, Store};
 /// A store and what must live as long as it.
 pub(crate) struct Fixture {
     pub(crate) store: Arc<dyn Store>,
+    _keep: Vec<Box<dyn Any>>,
 }
 
 impl Fixture {
     pub(crate) fn new(store: impl Store + 'static) -> Fixture {
-        Fixture { store: Arc::new(store) }
+        Fixture { store: Arc::new(store), _keep: vec![] }
+    }
+
+    pub(crate) fn keeping(mut self, what: impl Any) -> Fixture {
+        self._keep.push(Box::new(what));
+        self
     }
 }
 
@@ -119,4 +126,10 @@ pub(crate) fn item(n: u64, span: Span) -> Item {
 pub(crate) fn bytes_of(n: u64, len: usize) -> Vec<u8> {
     let mut rng = Rng(n.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
     (0..len).map(|_| rng.next() as u8).collect()
+}
+
+/// A test that cannot run here says so; where everything must run (`SAPWOOD_REQUIRE_SERVICES`), it fails.
+pub(crate) fn skip(what: &str) {
+    assert!(std::env::var_os("SAPWOOD_REQUIRE_SERVICES").is_none(), "needs {what}");
+    println!("SKIPPED: needs {what}");
 }

@@ -2,4 +2,8 @@
 #![expect(clippy::unwrap_used, reason = "a test helper that cannot go on has failed")]
 
 mod contract;
+mod crash;
+mod file;
+mod identity;
 mod kit;
+mod wrap;

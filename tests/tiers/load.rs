@@ -19,10 +19,10 @@ fn on_host(device: u32, host: u32, write: WritePolicy, prompts: &[&str]) -> Rig 
 
 fn flush_device(rig: &mut Rig, device: u32) {
     let request = rig.request();
-    while rig.alloc(request, device).unwrap() != Alloc::Granted {
+    while rig.alloc(request, device).expect("a live request") != Alloc::Granted {
         rig.drain();
     }
-    rig.abort(request).unwrap();
+    rig.abort(request).expect("a live request");
 }
 
 #[test]

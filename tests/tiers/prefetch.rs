@@ -16,13 +16,13 @@ fn rig(device: u32, host: u32, write: WritePolicy, stored: &[&str]) -> Rig {
 
 fn start(rig: &mut Rig, prompt: &str) -> RequestId {
     let request = rig.request();
-    let started = rig.prefetch(request, &t1(prompt)).unwrap();
+    let started = rig.prefetch(request, &t1(prompt)).expect("a live request");
     assert!(matches!(started, Prefetch::Started { .. }), "{started:?}");
     request
 }
 
 fn ended(rig: &mut Rig, request: RequestId) -> PrefetchEnd {
-    match rig.poll_prefetch(request).unwrap() {
+    match rig.poll_prefetch(request).expect("a live request") {
         PrefetchState::Ended(end) => {
             assert_eq!(
                 end.hit_tokens,

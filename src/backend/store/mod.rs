@@ -28,11 +28,13 @@ pub mod batch;
 pub mod clock;
 pub mod envelope;
 pub mod fault;
+pub mod file;
 mod gate;
 pub mod mem;
 pub mod regions;
 mod sealed;
 pub mod stats;
+pub mod wrap;
 
 pub use batch::{Call, Cancel, Item, Outcome, Span};
 pub use regions::{RegionToken, RegisterError};
@@ -209,4 +211,58 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Refuses new calls, waits for running ones until `deadline`, syncs and releases what the store holds.
     /// Closing again is `Ok`. After `Timeout` the store stays closed to new calls and can be closed again.
     fn close(&self, deadline: Instant) -> Result<(), StoreError>;
+}
+
+impl<T: Store + ?Sized> Store for Arc<T> {
+    fn caps(&self) -> Caps {
+        (**self).caps()
+    }
+
+    fn register(&self, region: &Arc<Region>) -> Result<RegionToken, RegisterError> {
+        (**self).register(region)
+    }
+
+    fn unregister(&self, token: RegionToken) -> Result<(), RegisterError> {
+        (**self).unregister(token)
+    }
+
+    fn query(&self, keys: &[StoreKey], call: &Call) -> Vec<Outcome> {
+        (**self).query(keys, call)
+    }
+
+    fn get(&self, items: &[Item], call: &Call) -> Vec<Outcome> {
+        (**self).get(items, call)
+    }
+
+    fn put(&self, items: &[Item], call: &Call) -> Vec<Outcome> {
+        (**self).put(items, call)
+    }
+
+    fn remove(&self, keys: &[StoreKey], call: &Call) -> Vec<Outcome> {
+        (**self).remove(keys, call)
+    }
+
+    fn clear(&self, namespace: NamespaceDigest, call: &Call) -> Result<u64, StoreError> {
+        (**self).clear(namespace, call)
+    }
+
+    fn sync(&self, call: &Call) -> Result<(), StoreError> {
+        (**self).sync(call)
+    }
+
+    fn health(&self) -> Health {
+        (**self).health()
+    }
+
+    fn stats(&self) -> StoreStats {
+        (**self).stats()
+    }
+
+    fn epoch(&self) -> StoreEpoch {
+        (**self).epoch()
+    }
+
+    fn close(&self, deadline: Instant) -> Result<(), StoreError> {
+        (**self).close(deadline)
+    }
 }

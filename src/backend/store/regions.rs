@@ -129,6 +129,22 @@ impl HeldSpans {
         }
     }
 
+    /// Copies out, beginning with byte `from` of these spans, as many bytes as `into` has.
+    pub fn copy_to(&self, from: usize, into: &HeldSpans) {
+        let (mut skip, mut at) = (from, 0);
+        for run in self.runs() {
+            let run = run.get(skip..).unwrap_or_else(|| {
+                skip -= run.len();
+                &[]
+            });
+            if !run.is_empty() {
+                skip = 0;
+                into.fill(at, run);
+                at += run.len();
+            }
+        }
+    }
+
     /// All bytes, copied. For backends that send one buffer.
     pub fn append_to(&self, out: &mut Vec<u8>) {
         self.runs().for_each(|r| out.extend_from_slice(r));
