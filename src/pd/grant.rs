@@ -159,6 +159,12 @@ impl Granted {
 }
 
 impl Committed {
+    /// What is in it.
+    #[must_use]
+    pub fn destination(&self) -> &Destination {
+        &self.dest
+    }
+
     /// The pages.
     #[must_use]
     pub fn into_destination(self) -> Destination {

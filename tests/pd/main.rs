@@ -6,7 +6,6 @@ mod oracle;
 mod plan;
 mod scenarios;
 mod sim;
-mod transports;
 mod wire;
 
 /// Seed of random tests: `SAPWOOD_SEED`, or the fixed one. Printed by every test that uses it.

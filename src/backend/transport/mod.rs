@@ -14,11 +14,16 @@
 //! `fence: false`: a write that cannot be settled ends in quarantine. They are not built here: the machine
 //! this is tested on has no such device.
 
+pub mod control;
 pub mod grants;
 pub mod inproc;
+pub mod lease;
 pub mod memory;
+pub mod rendezvous;
 pub mod shm;
 pub mod tcp;
+#[cfg(test)]
+mod tests;
 
 use crate::pd::ids::{Incarnation, PeerId, Tag, XferId};
 use crate::pd::plan::Copy;

@@ -526,6 +526,12 @@ impl Receiver {
         }
     }
 
+    /// Who answers behind an address; unknown before its first frame.
+    #[must_use]
+    pub fn incarnation_of(&self, peer: PeerId) -> Incarnation {
+        self.link.incarnation(peer)
+    }
+
     /// The grant of a room.
     #[must_use]
     pub fn serial_of(&self, key: RoomKey) -> Option<Serial> {

@@ -4,17 +4,38 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sapwood::backend::region::Region;
-use sapwood::backend::transport::inproc::{InprocTarget, InprocWriter};
-use sapwood::backend::transport::shm::{ShmTarget, ShmWriter};
-use sapwood::backend::transport::tcp::{TcpTarget, TcpWriter};
-use sapwood::backend::transport::{Done, Memory, Revoked, Span, Target, TransportError, Writer};
-use sapwood::pd::plan::Copy;
-use sapwood::pd::receiver::Fence;
-use sapwood::pd::sender::Outcome;
-use sapwood::pd::{Incarnation, PeerId, Serial, Tag, XferId};
+use super::inproc::{InprocTarget, InprocWriter};
+use super::shm::{ShmTarget, ShmWriter};
+use super::tcp::{TcpTarget, TcpWriter};
+use super::{Done, Memory, Revoked, Span, Target, TransportError, Writer};
+use crate::backend::region::Region;
+use crate::pd::plan::Copy;
+use crate::pd::receiver::Fence;
+use crate::pd::sender::Outcome;
+use crate::pd::{Incarnation, PeerId, Serial, Tag, XferId};
 
-use crate::{Rng, seed};
+/// splitmix64.
+struct Rng(u64);
+
+impl Rng {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, n: u32) -> u32 {
+        (((self.next() >> 32) * u64::from(n)) >> 32) as u32
+    }
+}
+
+fn seed(default: u64) -> u64 {
+    let seed = std::env::var("SAPWOOD_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(default);
+    println!("SAPWOOD_SEED={seed}");
+    seed
+}
 
 const D: Incarnation = Incarnation(0xD);
 const P: Incarnation = Incarnation(0xA);
