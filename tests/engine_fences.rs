@@ -1,5 +1,4 @@
 //! Computation that was launched is never overtaken, also where a request loses its pages in passing.
-#![expect(clippy::unwrap_used, reason = "a test that meets None or Err fails, which is what it is for")]
 
 use std::sync::Arc;
 

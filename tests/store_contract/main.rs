@@ -10,6 +10,7 @@ mod remote;
 #[cfg(feature = "mooncake")]
 #[path = "../mooncake/service.rs"]
 mod service;
+#[cfg(any(feature = "redis", feature = "object"))]
 mod services;
 #[cfg(feature = "mooncake-capi")]
 #[path = "../mooncake/stand_in.rs"]
