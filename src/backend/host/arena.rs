@@ -18,6 +18,9 @@ pub const POISON_BYTE: u8 = 0xDB;
 /// Address space asked for by an unlimited pool. Only what is touched is committed.
 const RESERVE_BYTES: u64 = 1 << 40;
 
+/// Smallest plane for which huge pages are asked for: below, the rounding up outweighs the saving.
+const HUGE_BYTES_MIN: usize = 64 << 20;
+
 /// Order of the bytes of a plane over all its pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Order {
@@ -421,8 +424,11 @@ fn map_planes(geometry: &Geometry, pages: &[u32; 3], order: Order) -> Result<Vec
         let too_large = MemoryError::TooLarge { pages, page_bytes };
         let bytes = u64::from(pages).checked_mul(page_bytes).and_then(|n| usize::try_from(n).ok());
         let bytes = bytes.filter(|&n| n <= isize::MAX as usize && pages <= POOL_PAGES_MAX);
-        let region = Arc::new(Region::anonymous(bytes.ok_or(too_large)?)?);
-        Ok(PlaneMemory { region, steps: Steps::of(p, order, pages) })
+        let region = Region::anonymous(bytes.ok_or(too_large)?)?;
+        if region.len() >= HUGE_BYTES_MIN {
+            region.advise_huge();
+        }
+        Ok(PlaneMemory { region: Arc::new(region), steps: Steps::of(p, order, pages) })
     };
     geometry.planes().iter().map(map).collect()
 }
