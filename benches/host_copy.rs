@@ -13,7 +13,7 @@ use sapwood::backend::device::kernels::{PlaneAddress, Side};
 use sapwood::backend::device::plan::{CostModel, PlanOptions, PlanePlaces, Planner};
 use sapwood::backend::device::{CopyJob, CopyPart, Device, DevicePlane, Direction, StreamDevice};
 use sapwood::backend::host::{CopyPool, HostArena, Reuse, Run};
-use sapwood::backend::region::Region;
+use sapwood::backend::region::{HugePages, Mapping, Region};
 use sapwood::base::{Fence, OpId, PageId};
 use sapwood::pool::{Capacities, Capacity, Geometry, Plane};
 
@@ -55,8 +55,8 @@ fn cpu_time() -> Duration {
 /// Copies one slice of the area after the other, alternating between the peer and the candidates, and keeps
 /// the median of each: a slice is short enough that many are undisturbed.
 fn copies() {
-    let (a, b) = (Region::anonymous(BYTES).unwrap(), Region::anonymous(BYTES).unwrap());
-    (a.advise_huge(), b.advise_huge());
+    let mapping = Mapping { huge_pages: HugePages::Advise, ..Mapping::default() };
+    let (a, b) = (Region::map(BYTES, mapping).unwrap(), Region::map(BYTES, mapping).unwrap());
     let (src, dst) = (a.base().as_ptr(), b.base().as_ptr());
     // SAFETY: the regions are BYTES long and used by this thread only. Touches every page.
     unsafe {

@@ -74,16 +74,22 @@ impl Core {
         }
     }
 
-    /// What to copy so that `node` is backed up, after host room was made for it as far as possible. Making room may
-    /// give up host copies on the very path, so it is planned anew afterwards. `None`: nothing to do.
+    /// What to copy so that `node` is backed up, after host room was made for it as far as possible. The copies that the
+    /// plan rests on are pinned meanwhile: room would else be made by giving up the parent's, and the plan would grow
+    /// faster than the room. `None`: nothing to do.
     fn plan_with_room(&mut self, node: NodeId) -> Option<BackupPlan> {
         let mut plan = BackupPlan::default();
         self.tree.plan_backup(node, &mut plan).ok()?;
         if plan.device_pages.is_empty() {
             return None;
         }
+        let above = self.tree.parent(*plan.nodes.first()?).ok()??;
+        // Without a copy there is nothing to pin (write-back), and one in flight is pinned by its operation.
+        let pin = self.tree.pin_host(above).ok();
         self.make_host_room(plan.device_pages.len() as u32);
-        self.tree.plan_backup(node, &mut plan).ok()?;
+        if pin.is_some_and(|pin| self.tree.unpin_host(pin).is_err()) {
+            self.violation("a fresh pin is unknown");
+        }
         Some(plan)
     }
 
