@@ -209,6 +209,35 @@ fn no_copy_overtakes_its_fence() {
     }
 }
 
+/// sgl#36738 once more: a fence that is too early is refused where the device knows better.
+#[test]
+fn a_fence_before_the_last_known_use_is_refused() {
+    let mut rig = Rig::soft(SoftOptions::new(Mode::Manual));
+    let device = rig.soft_device().clone();
+    let earlier = device.compute_begin();
+    let last = device.compute_begin_on(&[(PoolKind::Full, PageId(7))]);
+    let (host, page) = (ids(&[0]), ids(&[7]));
+    let load = [CopyPart::full(&host, &page)];
+    for fence in [Fence::SETTLED, earlier] {
+        match rig.try_submit(Direction::HostToDevice, &load, false, fence) {
+            Err(DeviceError::Job(JobError::FenceTooEarly { page: PageId(7), last_use, .. })) => {
+                assert_eq!(last_use, last.number());
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    let backup = [CopyPart::full(&page, &host)];
+    assert!(rig.try_submit(Direction::DeviceToHost, &backup, false, earlier).is_err());
+    let started = rig.try_submit(Direction::HostToDevice, &load, false, last).unwrap();
+    device.compute_end(last);
+    assert!(device.runnable().is_empty(), "an earlier piece is open");
+    device.compute_end(earlier);
+    rig.wait(1);
+    drop(started);
+    let settled = rig.try_submit(Direction::DeviceToHost, &backup, false, Fence::SETTLED);
+    assert!(matches!(settled, Ok(Submit::Started(_))), "the use is over");
+}
+
 /// peg#403: memory in flight belongs to the transfer, whatever happened to whoever asked for it.
 #[test]
 fn pages_in_flight_refuse_everybody_and_a_dropped_handle_parks_them() {

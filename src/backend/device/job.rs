@@ -109,6 +109,18 @@ pub enum JobError {
         /// Pages there are.
         pages: u32,
     },
+    /// The fence does not cover the last use of the page that the device was told of.
+    #[error("fence {fence} does not cover use {last_use} of page {page:?} of pool {pool:?}")]
+    FenceTooEarly {
+        /// The pool.
+        pool: PoolKind,
+        /// The device page.
+        page: PageId,
+        /// Number in the fence.
+        fence: u64,
+        /// Number of the last use.
+        last_use: u64,
+    },
     /// Another job or access in flight owns the page, or the job names it twice.
     #[error("page {page:?} of pool {pool:?} in tier {tier:?} belongs to an access in flight")]
     PageBusy {
