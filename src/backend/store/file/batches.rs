@@ -96,6 +96,7 @@ impl Get {
         }
         let segment = index.segments.get(&loc.segment).cloned().ok_or(Outcome::Missing)?;
         drop(index);
+        segment.touch(loc.unit);
         let offset = u64::from(loc.unit) * u64::from(segment.head.align);
         let head = Head::new(&[], segment.head.header_bytes() as usize);
         Ok((loc, Op { segment, way: Way::Read, offset, head, payload }))
@@ -177,7 +178,10 @@ impl Put {
         let bytes = u64::from(u32::try_from(payload.len()).map_err(|_| Outcome::NoSpace)?);
         let crc = payload_crc(payload.runs());
         let (place, spent) = inner.log.place(bytes).map_err(outcome_of)?;
-        inner.seal_later(spent);
+        if spent.is_some() {
+            inner.seal_later(spent);
+            inner.rescue();
+        }
         let at = place.segment.head.place(place.offset);
         let header = Header { place: at, ..Header::new(item.key, item.space, bytes, crc) };
         let head = Head::new(&header.encode(), place.segment.head.header_bytes() as usize);

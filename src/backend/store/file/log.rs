@@ -114,6 +114,14 @@ pub(super) struct Spent {
     pub(super) used: u64,
 }
 
+/// The segment that goes next.
+#[derive(Debug)]
+pub(super) struct Victim {
+    pub(super) segment: Arc<Segment>,
+    /// Its pages that were read, in the order of the file.
+    pub(super) hot: Vec<(StoreKey, Loc)>,
+}
+
 /// The log of one store.
 #[derive(Debug)]
 pub(super) struct Log {
@@ -234,6 +242,22 @@ impl Log {
         let evicted = self.drop_segment(id)?;
         self.counters.evicted.fetch_add(evicted, Relaxed);
         Ok(true)
+    }
+
+    /// The segment that the next rotation will delete, if it will. O(pages).
+    pub(super) fn next_victim(&self) -> Option<Victim> {
+        let active = locked(&self.tail).active.as_ref().map(|(s, _)| s.head.id);
+        let index = locked(&self.index);
+        if index.disk_bytes().saturating_add(self.config.segment_bytes) <= self.config.bytes_max {
+            return None;
+        }
+        let victim = index.segments.values().find(|s| Some(s.head.id) != active).cloned()?;
+        let mut hot: Vec<(StoreKey, Loc)> = (index.pages.iter())
+            .filter(|(_, l)| l.segment == victim.head.id && victim.was_read(l.unit))
+            .map(|(k, l)| (*k, *l))
+            .collect();
+        hot.sort_unstable_by_key(|(_, l)| l.unit);
+        Some(Victim { segment: victim, hot })
     }
 
     /// Forgets the pages of a segment, then deletes its files. Returns how many pages there were.
