@@ -58,7 +58,7 @@ pub(super) fn get(engine: &dyn Engine, inner: &Arc<Inner>, items: &[Item], call:
     let settle = |(item, slot): (&Item, Slot)| match slot {
         Slot::Over(outcome) => outcome,
         Slot::Suspect(loc) => settle_suspect(inner, item, loc),
-        // The engine has dropped the item; it finishes what it begins, so this is not reached.
+        // The engine has lost the item.
         Slot::Open | Slot::Reading(_) | Slot::Writing(_) => {
             Outcome::Transport(super::TransportCause::Protocol)
         }
@@ -156,7 +156,14 @@ pub(super) fn put(engine: &dyn Engine, inner: &Arc<Inner>, items: &[Item], call:
     let slots = std::mem::take(&mut *locked(&job.0.slots));
     let settle = |slot| match slot {
         Slot::Over(outcome) => outcome,
-        _ => Outcome::Transport(super::TransportCause::Protocol),
+        // The engine has lost the item. Its segment must not wait for it for ever.
+        Slot::Writing(place) => {
+            place.segment.end_write(None);
+            Outcome::Transport(super::TransportCause::Protocol)
+        }
+        Slot::Open | Slot::Reading(_) | Slot::Suspect(_) => {
+            Outcome::Transport(super::TransportCause::Protocol)
+        }
     };
     slots.into_iter().map(settle).collect()
 }
