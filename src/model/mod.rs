@@ -574,7 +574,7 @@ impl Model {
                 gone.device.insert(page);
                 gone.demoted += 1;
                 self.demote(victim);
-            } else if report {
+            } else if blocked || report && self.pages[&victim].hits >= self.write_threshold {
                 gone.reported.insert(page);
                 reported.insert(victim);
             } else {

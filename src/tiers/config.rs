@@ -34,12 +34,6 @@ impl WritePolicy {
         }
     }
 
-    /// Whether a node is backed up when it is evicted from the device.
-    #[must_use]
-    pub fn backs_up_on_eviction(self) -> bool {
-        self == WritePolicy::WriteBack
-    }
-
     /// Whether a host copy is allowed only under a backed-up parent.
     #[must_use]
     pub fn needs_backed_parent(self) -> bool {
@@ -140,6 +134,14 @@ pub struct CoreConfig {
     pub write: WritePolicy,
     /// Store prefetch.
     pub prefetch: PrefetchConfig,
+    /// Write-through kinds: when host pages are short, give up copies whose node lies on the device before copies
+    /// that are the only ones, and write such a node again before it leaves the device. Device and host together
+    /// then cache what their sum can hold, at the price of writing some pages twice. Without it a full host holds a
+    /// mirror of the device, and what leaves the device without a host copy is gone.
+    pub exclusive: bool,
+    /// Victims that are next in line for the device's pages are written to the host ahead of need, so many percent
+    /// of the device pool deep (write-back, and write-through kinds with `exclusive`).
+    pub write_ahead_percent: u32,
     /// Loads from host to device in flight; more wait for their turn.
     pub loads_in_flight_max: u32,
 }
@@ -155,7 +157,19 @@ impl CoreConfig {
             store: None,
             write: WritePolicy::None,
             prefetch: PrefetchConfig::default(),
+            exclusive: false,
+            write_ahead_percent: 5,
             loads_in_flight_max: 64,
+        }
+    }
+
+    /// Whether a device page without a host copy is written before it leaves.
+    #[must_use]
+    pub fn backs_up_on_eviction(&self) -> bool {
+        match self.write {
+            WritePolicy::WriteBack => true,
+            WritePolicy::WriteThrough { .. } | WritePolicy::WriteThroughSelective => self.exclusive,
+            WritePolicy::None => false,
         }
     }
 
@@ -205,7 +219,7 @@ impl CoreConfig {
         {
             return Err(ConfigError::Store);
         }
-        if self.loads_in_flight_max == 0 {
+        if self.loads_in_flight_max == 0 || self.write_ahead_percent > 100 {
             return Err(ConfigError::Limits);
         }
         Ok(())
@@ -249,7 +263,7 @@ pub enum ConfigError {
     #[error(transparent)]
     Tree(#[from] TreeConfigError),
     /// Other numbers out of range.
-    #[error("loads in flight must be at least 1")]
+    #[error("loads in flight must be at least 1, and the write-ahead share at most 100 percent")]
     Limits,
 }
 

@@ -82,6 +82,8 @@ pub struct Core {
     log: Option<Vec<Op>>,
     /// Latest use by compute that the embedder told of; copies issued from now on come after it.
     pub(super) fence: Fence,
+    /// Pages freed since the last look, for an embedder that scrubs them.
+    freed: Option<Vec<(Tier, PageId)>>,
     next_op: u64,
 }
 
@@ -112,6 +114,7 @@ impl Core {
             digest: Digest::default(),
             now: Time::ZERO,
             fence: Fence::SETTLED,
+            freed: None,
             log: None,
             next_op: 0,
         })
@@ -144,6 +147,7 @@ impl Core {
     pub fn tick(&mut self, now: Time) {
         self.record(|| Op::Tick(now));
         self.now = self.now.max(now);
+        self.write_ahead();
         self.pump_storage();
     }
 
@@ -185,6 +189,17 @@ impl Core {
     #[must_use]
     pub fn has_actions(&self) -> bool {
         !self.actions.is_empty()
+    }
+
+    /// From now on every freed page is noted for [`take_freed`](Core::take_freed).
+    pub fn note_freed(&mut self) {
+        self.freed.get_or_insert_default();
+    }
+
+    /// Pages freed since the last call, in order. Take them before the actions: a page may have a new owner, but
+    /// nothing has been written to it, and no action that names it has started.
+    pub fn take_freed(&mut self) -> Vec<(Tier, PageId)> {
+        self.freed.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Counters so far.
@@ -353,6 +368,9 @@ impl Core {
         for &page in pages {
             self.digest.mix(u64::from(page.0));
         }
+        if let Some(freed) = &mut self.freed {
+            freed.extend(pages.iter().map(|&page| (Tier::Device, page)));
+        }
         if self.device.free(pages).is_err() {
             self.violation("device pages freed twice");
         }
@@ -362,6 +380,9 @@ impl Core {
     pub(super) fn free_host(&mut self, pages: &[PageId]) {
         for &page in pages {
             self.digest.mix(u64::from(page.0) | 1 << 32);
+        }
+        if let Some(freed) = &mut self.freed {
+            freed.extend(pages.iter().map(|&page| (Tier::Host, page)));
         }
         if self.host.free(pages).is_err() {
             self.violation("host pages freed twice");

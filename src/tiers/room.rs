@@ -15,7 +15,7 @@ impl Core {
         }
         // What copies in flight will free is on its way; do not write more victims than are needed.
         let short = want - free;
-        let mode = match self.config.write.backs_up_on_eviction() {
+        let mode = match self.config.backs_up_on_eviction() {
             true => Unbacked::Report,
             false => Unbacked::Delete,
         };
@@ -39,27 +39,53 @@ impl Core {
         self.free_host(&gone.freed_host);
     }
 
-    /// Evicts until `want` host pages are free or nothing more can go now: host leaves first, then copies whose
-    /// node still lies on the device.
+    /// Evicts until `want` host pages are free or nothing more can go now: copies whose node still lies on
+    /// the device, and host leaves, in the order that the configuration says.
     pub(super) fn make_host_room(&mut self, want: u32) -> bool {
         let free = self.host.free_pages();
         if free >= want {
             return true;
         }
+        if self.config.exclusive {
+            self.reclaim_mirrors(want);
+            self.evict_host(want);
+        } else {
+            self.evict_host(want);
+            self.reclaim_mirrors(want);
+        }
+        self.host.free_pages() >= want
+    }
+
+    fn evict_host(&mut self, want: u32) {
+        let short = want.saturating_sub(self.host.free_pages());
         let mut pages: Vec<PageId> = Vec::new();
-        self.tree.evict_host(want - free, &mut pages);
+        self.tree.evict_host(short, &mut pages);
         let evicted = pages.len() as u32;
         self.stats.host_evicted_pages += u64::from(evicted);
         let tokens = self.tokens_of(evicted);
         self.stats.drop_tokens(Refusal::HostEvicted, tokens);
         self.free_host(&pages);
-        let free = self.host.free_pages();
-        if free < want {
-            pages.clear();
-            self.tree.reclaim_mirrors(want - free, &mut pages);
-            self.stats.mirror_reclaimed_pages += pages.len() as u64;
-            self.free_host(&pages);
+    }
+
+    fn reclaim_mirrors(&mut self, want: u32) {
+        let short = want.saturating_sub(self.host.free_pages());
+        let mut pages: Vec<PageId> = Vec::new();
+        self.tree.reclaim_mirrors(short, &mut pages);
+        self.stats.mirror_reclaimed_pages += pages.len() as u64;
+        self.free_host(&pages);
+    }
+
+    /// Writes to the host, ahead of need, what is next in line to leave the device without a copy.
+    pub(super) fn write_ahead(&mut self) {
+        if !self.config.backs_up_on_eviction() {
+            return;
         }
-        self.host.free_pages() >= want
+        let deep = u64::from(self.device.capacity()) * u64::from(self.config.write_ahead_percent) / 100;
+        let deep = (deep as u32).saturating_sub(self.device.free_pages());
+        let mut nodes = Vec::new();
+        self.tree.unbacked_ahead(deep, &mut nodes);
+        for node in nodes {
+            self.write_through(node);
+        }
     }
 }

@@ -17,8 +17,8 @@ struct Backup {
     pages: u32,
     /// The copy has ended; the tree holds the publication until the parent's has.
     copied: bool,
-    /// Write-back: leave the device when the host copy is there.
-    demote: bool,
+    /// This node leaves the device when its host copy is there.
+    victim: Option<NodeId>,
 }
 
 /// Backups in flight.
@@ -52,37 +52,45 @@ impl Backups {
 impl Core {
     /// Write-through: backs up `node` and its un-backed ancestors, parents first, in one operation.
     pub(super) fn write_through(&mut self, node: NodeId) {
-        let mut plan = BackupPlan::default();
-        let planned = self.tree.plan_backup(node, &mut plan);
-        let pages = plan.device_pages.len() as u32;
-        if planned.is_err() || pages == 0 {
-            return;
-        }
-        // Making room may give up host copies on the path just planned, so plan again afterwards.
-        let room = self.make_host_room(pages) && self.tree.plan_backup(node, &mut plan).is_ok();
-        if !room || !self.start_backup(&plan, false) {
+        let Some(plan) = self.plan_with_room(node) else { return };
+        if !self.start_backup(&plan, None) {
             self.refused(Refusal::NoHostPages);
         }
     }
 
-    /// Write-back: copies evicted leaves to the host so that they can leave; those that find no host page are
-    /// dropped. Stops when what is coming covers `short_pages`.
+    /// Copies victims to the host so that they can leave; those that find no host page are dropped. Stops when what is
+    /// leaving covers `short_pages`.
     pub(super) fn write_back(&mut self, victims: &[NodeId], short_pages: u32) {
         let mut freed = 0;
         for &node in victims {
             if freed + self.backups.leaving_pages >= short_pages {
                 return;
             }
-            let mut plan = BackupPlan::default();
             // A backed-up node above an un-backed victim is listed too; it leaves by demotion when its child has.
-            if self.tree.plan_backup(node, &mut plan).is_err() || plan.device_pages.is_empty() {
-                continue;
-            }
-            self.make_host_room(plan.device_pages.len() as u32);
-            if !self.start_backup(&plan, true) {
+            let Some(plan) = self.plan_with_room(node) else { continue };
+            if !self.start_backup(&plan, Some(node)) {
                 freed += self.drop_leaf(node);
             }
         }
+    }
+
+    /// What to copy so that `node` is backed up, after host room was made for it as far as possible. The copies that the
+    /// plan rests on are pinned meanwhile: room would else be made by giving up the parent's, and the plan would grow
+    /// faster than the room. `None`: nothing to do.
+    fn plan_with_room(&mut self, node: NodeId) -> Option<BackupPlan> {
+        let mut plan = BackupPlan::default();
+        self.tree.plan_backup(node, &mut plan).ok()?;
+        if plan.device_pages.is_empty() {
+            return None;
+        }
+        let above = self.tree.parent(*plan.nodes.first()?).ok()??;
+        // Without a copy there is nothing to pin (write-back), and one in flight is pinned by its operation.
+        let pin = self.tree.pin_host(above).ok();
+        self.make_host_room(plan.device_pages.len() as u32);
+        if pin.is_some_and(|pin| self.tree.unpin_host(pin).is_err()) {
+            self.violation("a fresh pin is unknown");
+        }
+        Some(plan)
     }
 
     /// A victim that can have no host page leaves for good (B02: never demote what was not written).
@@ -96,7 +104,7 @@ impl Core {
     }
 
     /// False: no host pages; nothing changed.
-    fn start_backup(&mut self, plan: &BackupPlan, demote: bool) -> bool {
+    fn start_backup(&mut self, plan: &BackupPlan, victim: Option<NodeId>) -> bool {
         let pages = plan.device_pages.len() as u32;
         let mut host_pages: Vec<PageId> = Vec::with_capacity(pages as usize);
         if !self.host.alloc(pages, &mut host_pages) {
@@ -110,14 +118,13 @@ impl Core {
             .collect();
         let op = self.new_op();
         if let Err((error, host_pages)) = self.tree.begin_backup(op, plan, host_pages) {
-            tracing::error!(%error, "sapwood: a fresh backup plan was refused");
             self.free_host(&host_pages);
             self.violation(&format!("a fresh backup plan was refused: {error}"));
             return false;
         }
-        self.backups.ops.insert(op, Backup { pages, copied: false, demote });
+        self.backups.ops.insert(op, Backup { pages, copied: false, victim });
         self.backups.held_pages += pages;
-        if demote {
+        if victim.is_some() {
             self.backups.leaving_pages += pages;
         }
         let after = self.fence;
@@ -146,7 +153,7 @@ impl Core {
             return;
         };
         self.backups.held_pages -= backup.pages;
-        if backup.demote {
+        if backup.victim.is_some() {
             self.backups.leaving_pages -= backup.pages;
         }
         self.digest.mix(end.op.0);
@@ -157,9 +164,8 @@ impl Core {
             }
             BackupOutcome::Published { nodes } => {
                 self.stats.backed_up_pages += u64::from(backup.pages);
-                // Children before parents: a leaf must be gone before its parent is one.
-                if backup.demote {
-                    nodes.iter().rev().for_each(|&node| self.demote_if_idle(node));
+                if let Some(victim) = backup.victim {
+                    self.demote_if_idle(victim);
                 }
                 for node in nodes {
                     self.store_node(node);
@@ -168,7 +174,7 @@ impl Core {
         }
     }
 
-    /// Demotes a written-back node, unless somebody has come to use it meanwhile.
+    /// Demotes a node that was written to leave, unless somebody has come to use it meanwhile.
     fn demote_if_idle(&mut self, node: NodeId) {
         let mut gone = DeviceEviction::default();
         if self.tree.demote(node, &mut gone).is_ok() {

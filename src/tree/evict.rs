@@ -4,7 +4,7 @@
 use crate::base::containers::Map;
 use crate::base::{NodeId, PageId};
 
-use super::node::{Listed, NIL, ROOT, Residency};
+use super::node::{Listed, NIL, Node, ROOT, Residency};
 use super::order::facts;
 use super::{DeviceEviction, HostEviction, Tree, TreeError, Unbacked};
 
@@ -28,7 +28,7 @@ impl Tree {
             let node = &self.arena.nodes[at as usize];
             let (pages, newer) = (node.pages, node.order.newer);
             // Descendants come first in the list, so a child that is still there was reported.
-            let ready = node.host == Residency::Present || unbacked == Unbacked::Delete;
+            let ready = node.host == Residency::Present || !self.reports(node, unbacked);
             if ready && node.kids_device == 0 {
                 self.evict_one(at, out);
             } else if unbacked == Unbacked::Report {
@@ -55,7 +55,7 @@ impl Tree {
             let node = &self.arena.nodes[at as usize];
             let (parent, pages) = (node.parent, node.pages);
             left -= pages;
-            let ready = node.host == Residency::Present || unbacked == Unbacked::Delete;
+            let ready = node.host == Residency::Present || !self.reports(node, unbacked);
             if ready && node.kids_device == 0 {
                 self.evict_one(at, out);
             } else {
@@ -77,6 +77,11 @@ impl Tree {
             self.orders.device_heap.remove(at);
             self.orders.rekey(&self.arena, at);
         }
+    }
+
+    /// Whether an un-backed victim is reported: only what the write threshold finds worth a copy.
+    fn reports(&self, node: &Node, unbacked: Unbacked) -> bool {
+        unbacked == Unbacked::Report && node.hits >= self.write_threshold
     }
 
     /// Splits a node so that it keeps at most its last `pages` pages.
@@ -183,14 +188,50 @@ impl Tree {
         done
     }
 
-    /// Frees up to `want_pages` host pages of nodes that are on the device too: those that became reclaimable first go
-    /// first. Under `BackedUpParent` only where no child holds or awaits a host copy; never where one is pinned or in
+    /// Gives up every host copy: the host tier is being detached. The pages are appended to `out`. O(nodes).
+    ///
+    /// # Errors
+    /// An operation in flight, or a pinned host copy, or a locked node that is only on the host. Nothing is changed.
+    pub fn detach_host(&mut self, out: &mut Vec<PageId>) -> Result<(), TreeError> {
+        if self.stats.ops > 0 {
+            return Err(TreeError::OpsInFlight(self.stats.ops));
+        }
+        let held = self.arena.live().filter(|&at| at != ROOT).find(|&at| {
+            let node = &self.arena.nodes[at as usize];
+            node.own_pins > 0 || node.device != Residency::Present && node.own_locks > 0
+        });
+        if let Some(at) = held {
+            return Err(TreeError::InUse(self.arena.id(at)));
+        }
+        self.evict_host(u32::MAX, out);
+        self.reclaim_mirrors(u32::MAX, out);
+        Ok(())
+    }
+
+    /// Lists the nodes without a host copy, and worth one, among the first `within_pages` pages of the device order: what will have to
+    /// be written when room is made, so that it can be written before. Nodes with a backup in flight are not listed.
+    /// Under a heap policy nothing is known ahead and nothing is listed. O(nodes in that range).
+    pub fn unbacked_ahead(&self, within_pages: u32, out: &mut Vec<NodeId>) {
+        let mut left = within_pages;
+        let mut at = self.orders.device.oldest;
+        while left > 0 && at != NIL {
+            let node = &self.arena.nodes[at as usize];
+            if node.host == Residency::Absent && self.reports(node, Unbacked::Report) {
+                out.push(self.arena.id(at));
+            }
+            left = left.saturating_sub(node.pages);
+            at = node.order.newer;
+        }
+    }
+
+    /// Frees up to `want_pages` host pages of nodes that are on the device too: the most recently used go first, since
+    /// they will leave the device last. Under `BackedUpParent` only where no child holds or awaits a host copy; never where one is pinned or in
     /// flight. The pages are appended to `out`. O(nodes freed).
     pub fn reclaim_mirrors(&mut self, want_pages: u32, out: &mut Vec<PageId>) -> HostEviction {
         self.tick();
         let mut done = HostEviction::default();
-        while done.freed_pages < want_pages && self.orders.mirrors.oldest != NIL {
-            let at = self.orders.mirrors.oldest;
+        while done.freed_pages < want_pages && self.orders.mirrors.newest != NIL {
+            let at = self.orders.mirrors.newest;
             self.cut_tail(at, want_pages - done.freed_pages);
             done.freed_pages += self.arena.nodes[at as usize].pages;
             self.drop_host(at, out);

@@ -30,7 +30,8 @@ pub(super) struct Orders {
     pub(super) host: Ends,
     pub(super) device_heap: IndexHeap,
     pub(super) host_heap: IndexHeap,
-    /// Nodes whose host copy could be given up, in the order in which that became so.
+    /// Nodes whose host copy could be given up: those that became so when they were freshly used at the newest end,
+    /// those that were the least recently used at the oldest.
     pub(super) mirrors: Ends,
     /// By component and tier: nodes that have any of it.
     pub(super) components: [[IndexHeap; 2]; COMPONENTS],
@@ -51,6 +52,7 @@ fn mirror_links(node: &mut Node) -> &mut Links {
     &mut node.mirror
 }
 
+#[inline]
 fn unlink(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
     let Links { older, newer } = std::mem::replace(links(&mut nodes[at as usize]), Links::NONE);
     match older {
@@ -63,12 +65,23 @@ fn unlink(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
     }
 }
 
+#[inline]
 fn link_newest(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
     let older = std::mem::replace(&mut ends.newest, at);
     *links(&mut nodes[at as usize]) = Links { older, newer: NIL };
     match older {
         NIL => ends.oldest = at,
         _ => links(&mut nodes[older as usize]).newer = at,
+    }
+}
+
+/// Puts `at` at the oldest end.
+fn link_oldest(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
+    let newer = std::mem::replace(&mut ends.oldest, at);
+    *links(&mut nodes[at as usize]) = Links { older: NIL, newer };
+    match newer {
+        NIL => ends.newest = at,
+        _ => links(&mut nodes[newer as usize]).older = at,
     }
 }
 
@@ -141,7 +154,14 @@ impl Orders {
         if mirror != node.mirrored {
             node.mirrored = mirror;
             if mirror {
-                link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+                let tick = node.tick;
+                // What was written ahead of its eviction is old: its copy must be the last to go.
+                match self.mirrors.newest {
+                    newest if newest != NIL && tick < arena.nodes[newest as usize].tick => {
+                        link_oldest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+                    }
+                    _ => link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links),
+                }
             } else {
                 unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
             }
@@ -155,6 +175,7 @@ impl Orders {
         }
     }
 
+    #[inline]
     fn enter(&mut self, arena: &mut Arena, at: u32, want: Listed) {
         let node = &mut arena.nodes[at as usize];
         node.listed = want;
@@ -163,6 +184,7 @@ impl Orders {
         }
         if self.policy.is_list() {
             node.tick = self.tick;
+            self.freshen_mirror(arena, at);
             let ends = if want == Listed::Device { &mut self.device } else { &mut self.host };
             link_newest(&mut arena.nodes, ends, at, order_links);
         } else {
@@ -170,8 +192,19 @@ impl Orders {
         }
     }
 
+    /// A node lost its last lock: it may enter an order, at the newest end. Mirrors do not depend on locks.
+    #[inline]
+    pub(super) fn unlocked(&mut self, arena: &mut Arena, at: u32) {
+        let want = self.place(at, &arena.nodes[at as usize]);
+        self.enter(arena, at, want);
+        if self.has_components {
+            self.rekey_components(arena, at);
+        }
+    }
+
     /// Takes a node out of its eviction order.
-    fn leave(&mut self, arena: &mut Arena, at: u32) {
+    #[inline]
+    pub(super) fn leave(&mut self, arena: &mut Arena, at: u32) {
         let listed = std::mem::replace(&mut arena.nodes[at as usize].listed, Listed::Nowhere);
         match (listed, self.policy.is_list()) {
             (Listed::Nowhere, _) => {}
@@ -210,6 +243,7 @@ impl Orders {
     #[inline]
     pub(super) fn touch(&mut self, arena: &mut Arena, at: u32) {
         arena.nodes[at as usize].tick = self.tick;
+        self.freshen_mirror(arena, at);
         if self.has_components {
             self.rekey_components(arena, at);
         }
@@ -225,6 +259,14 @@ impl Orders {
         if ends.newest != at {
             unlink(&mut arena.nodes, ends, at, order_links);
             link_newest(&mut arena.nodes, ends, at, order_links);
+        }
+    }
+
+    /// A mirror that is used goes to the end that is given up first. O(1).
+    fn freshen_mirror(&mut self, arena: &mut Arena, at: u32) {
+        if arena.nodes[at as usize].mirrored && self.mirrors.newest != at {
+            unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+            link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
         }
     }
 

@@ -49,6 +49,7 @@ impl Server {
         let _ = self.child.wait();
     }
 
+    #[cfg(feature = "redis")]
     pub(crate) fn socket(&self) -> PathBuf {
         self.dir.path().join("redis.sock")
     }
@@ -78,6 +79,7 @@ pub(crate) fn fresh_name(what: &str) -> String {
     format!("{what}-{}-{}", std::process::id(), LAST.fetch_add(1, Ordering::Relaxed))
 }
 
+#[cfg(feature = "redis")]
 /// `redis-server` on a socket file and on a port.
 pub(crate) fn start_redis() -> Option<Server> {
     let args = |port: u16, dir: &str| {
@@ -101,11 +103,13 @@ pub(crate) fn start_redis() -> Option<Server> {
     })
 }
 
+#[cfg(feature = "redis")]
 pub(crate) fn redis() -> Option<Arc<Server>> {
     static REDIS: Shared = Mutex::new(Weak::new());
     shared(&REDIS, start_redis)
 }
 
+#[cfg(feature = "object")]
 /// `localbucket`, an S3 server that keeps buckets as directories, with the bucket `pages`.
 pub(crate) fn start_s3() -> Option<Server> {
     let program = std::env::var_os("SAPWOOD_LOCALBUCKET")
@@ -117,6 +121,7 @@ pub(crate) fn start_s3() -> Option<Server> {
     Server::start(&program, args, |s| TcpStream::connect(("127.0.0.1", s.port)).is_ok())
 }
 
+#[cfg(feature = "object")]
 pub(crate) fn s3() -> Option<Arc<Server>> {
     static S3: Shared = Mutex::new(Weak::new());
     shared(&S3, start_s3)

@@ -1,6 +1,29 @@
-//! The `sapwood` command-line tool.
+//! The `sapwood` command-line tool: argument parsing and exit codes. Each subcommand is a module.
 
-fn main() -> std::process::ExitCode {
-    eprintln!("sapwood: no command yet");
-    std::process::ExitCode::from(2)
+mod pd_demo;
+mod replay;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// A prefix cache for LLM serving, driven from the command line.
+#[derive(Parser)]
+#[command(name = "sapwood", version, subcommand_required = true, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    PdDemo(Box<pd_demo::Args>),
+    Replay(Box<replay::Args>),
+}
+
+fn main() -> ExitCode {
+    match Cli::parse().command {
+        Command::PdDemo(args) => pd_demo::main(&args),
+        Command::Replay(args) => replay::main(&args),
+    }
 }
