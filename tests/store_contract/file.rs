@@ -94,6 +94,52 @@ fn the_cap_holds_and_the_oldest_go() {
     assert_eq!(store.stats().corrupt_total, 0);
 }
 
+/// What is read keeps its place, whatever streams through beside it.
+#[test]
+fn pages_that_are_read_outlive_pages_that_are_not() {
+    for io in [IoMode::Buffered, IoMode::Direct] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut c = config(&dir.path().join("s"));
+        (c.bytes_max, c.io) = (512 << 10, io);
+        let store = FileStore::open(c.clone()).unwrap();
+        let a = Arena::new(&store, LEN);
+        (0..3).for_each(|n| assert!(put(&store, &a, n).is_ok()));
+        for n in 100..600 {
+            assert_eq!(put(&store, &a, n), Outcome::Ok(LEN));
+            if n % 4 == 0 {
+                assert_eq!(got(&store, &a, 0), Outcome::Ok(LEN), "after {n}");
+                assert_eq!(got(&store, &a, 2), Outcome::Ok(LEN), "after {n}");
+            }
+        }
+        assert_eq!(got(&store, &a, 1), Outcome::Missing);
+        let stats = store.stats();
+        assert!(stats.rescued_total >= 10 && stats.bytes <= c.bytes_max, "{stats:?}");
+        // A moved page is moved for good.
+        drop(store);
+        let store = FileStore::open(c).unwrap();
+        let a = Arena::new(&store, LEN);
+        assert_eq!(got(&store, &a, 2), Outcome::Ok(LEN));
+    }
+}
+
+/// A store in which everything is read still takes new pages.
+#[test]
+fn rescuing_leaves_room_for_new_pages() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut c = config(&dir.path().join("s"));
+    c.bytes_max = 512 << 10;
+    let store = FileStore::open(c).unwrap();
+    let a = Arena::new(&store, LEN);
+    for n in 0..300 {
+        assert_eq!(put(&store, &a, n), Outcome::Ok(LEN));
+        assert_eq!(got(&store, &a, n), Outcome::Ok(LEN));
+    }
+    let stats = store.stats();
+    assert!(stats.rescued_total <= 150, "{} moved for 300 written", stats.rescued_total);
+    assert!(stats.evicted_total >= 200);
+    assert_eq!(got(&store, &a, 299), Outcome::Ok(LEN));
+}
+
 #[test]
 fn a_smaller_cap_after_a_restart_is_reached() {
     let dir = tempfile::tempdir().unwrap();

@@ -58,7 +58,7 @@ pub(super) fn get(engine: &dyn Engine, inner: &Arc<Inner>, items: &[Item], call:
     let settle = |(item, slot): (&Item, Slot)| match slot {
         Slot::Over(outcome) => outcome,
         Slot::Suspect(loc) => settle_suspect(inner, item, loc),
-        // The engine has dropped the item; it finishes what it begins, so this is not reached.
+        // The engine has lost the item.
         Slot::Open | Slot::Reading(_) | Slot::Writing(_) => {
             Outcome::Transport(super::TransportCause::Protocol)
         }
@@ -96,6 +96,7 @@ impl Get {
         }
         let segment = index.segments.get(&loc.segment).cloned().ok_or(Outcome::Missing)?;
         drop(index);
+        segment.touch(loc.unit);
         let offset = u64::from(loc.unit) * u64::from(segment.head.align);
         let head = Head::new(&[], segment.head.header_bytes() as usize);
         Ok((loc, Op { segment, way: Way::Read, offset, head, payload }))
@@ -155,7 +156,14 @@ pub(super) fn put(engine: &dyn Engine, inner: &Arc<Inner>, items: &[Item], call:
     let slots = std::mem::take(&mut *locked(&job.0.slots));
     let settle = |slot| match slot {
         Slot::Over(outcome) => outcome,
-        _ => Outcome::Transport(super::TransportCause::Protocol),
+        // The engine has lost the item. Its segment must not wait for it for ever.
+        Slot::Writing(place) => {
+            place.segment.end_write(None);
+            Outcome::Transport(super::TransportCause::Protocol)
+        }
+        Slot::Open | Slot::Reading(_) | Slot::Suspect(_) => {
+            Outcome::Transport(super::TransportCause::Protocol)
+        }
     };
     slots.into_iter().map(settle).collect()
 }
@@ -177,7 +185,10 @@ impl Put {
         let bytes = u64::from(u32::try_from(payload.len()).map_err(|_| Outcome::NoSpace)?);
         let crc = payload_crc(payload.runs());
         let (place, spent) = inner.log.place(bytes).map_err(outcome_of)?;
-        inner.seal_later(spent);
+        if spent.is_some() {
+            inner.seal_later(spent);
+            inner.rescue();
+        }
         let at = place.segment.head.place(place.offset);
         let header = Header { place: at, ..Header::new(item.key, item.space, bytes, crc) };
         let head = Head::new(&header.encode(), place.segment.head.header_bytes() as usize);

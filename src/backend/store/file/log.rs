@@ -114,6 +114,14 @@ pub(super) struct Spent {
     pub(super) used: u64,
 }
 
+/// The segment that goes next.
+#[derive(Debug)]
+pub(super) struct Victim {
+    pub(super) segment: Arc<Segment>,
+    /// Its pages that were read, in the order of the file.
+    pub(super) hot: Vec<(StoreKey, Loc)>,
+}
+
 /// The log of one store.
 #[derive(Debug)]
 pub(super) struct Log {
@@ -236,6 +244,22 @@ impl Log {
         Ok(true)
     }
 
+    /// The segment that the next rotation will delete, if it will. O(pages).
+    pub(super) fn next_victim(&self) -> Option<Victim> {
+        let active = locked(&self.tail).active.as_ref().map(|(s, _)| s.head.id);
+        let index = locked(&self.index);
+        if index.disk_bytes().saturating_add(self.config.segment_bytes) <= self.config.bytes_max {
+            return None;
+        }
+        let victim = index.segments.values().find(|s| Some(s.head.id) != active).cloned()?;
+        let mut hot: Vec<(StoreKey, Loc)> = (index.pages.iter())
+            .filter(|(_, l)| l.segment == victim.head.id && victim.was_read(l.unit))
+            .map(|(k, l)| (*k, *l))
+            .collect();
+        hot.sort_unstable_by_key(|(_, l)| l.unit);
+        Some(Victim { segment: victim, hot })
+    }
+
     /// Forgets the pages of a segment, then deletes its files. Returns how many pages there were.
     pub(super) fn drop_segment(&self, id: u32) -> io::Result<u64> {
         let segment = locked(&self.index).segments.get(&id).cloned();
@@ -272,9 +296,8 @@ impl Log {
 
     /// Publishes a written page, unless its segment is already gone.
     pub(super) fn commit(&self, place: &Place, key: StoreKey, space: Space, payload: u32) -> bool {
-        let Ok(unit) = u32::try_from(place.offset / u64::from(place.segment.head.align)) else {
-            return false;
-        };
+        // The configuration keeps segments below 2^32 units.
+        let unit = (place.offset / u64::from(place.segment.head.align)) as u32;
         let id = place.segment.head.id;
         let published = {
             let mut index = locked(&self.index);

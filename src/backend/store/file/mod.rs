@@ -2,7 +2,8 @@
 //!
 //! - Pages are appended to preallocated **segments**; a full segment gets an index file. The oldest segment
 //!   is deleted to make room, so the directory never holds more than its cap and nothing outside has to tidy
-//!   it. A page of a deleted segment is a plain miss.
+//!   it. A page of a deleted segment is a plain miss. Pages of it that were read move to the end of the log
+//!   first, as long as they are less than a quarter of it: a first-in-first-out queue with a second chance.
 //! - **A put costs no fsync.** What a power cut leaves is found again by checksums: each record says what it
 //!   is, where it stands and how its payload sums up. [`Store::sync`] makes acknowledged pages durable; a
 //!   full segment is made durable in the background.
@@ -30,6 +31,7 @@ mod io_threads;
 mod log;
 mod maintain;
 mod recover;
+mod rescue;
 mod root;
 pub mod segment;
 #[cfg(feature = "uring")]
