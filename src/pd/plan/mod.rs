@@ -9,7 +9,7 @@ mod pieces;
 
 use smallvec::SmallVec;
 
-use crate::pd::layout::{Component, Entry, EntryId, Group, Layout, Role, Shape, TokenSplit, pages_of};
+use crate::pd::layout::{Component, Entry, EntryId, Group, Layout, Shape, TokenSplit, pages_of};
 use crate::pd::reason::Incompatible;
 use crate::pd::topo::{CpSpread, Rank, Topology, contacts, contacts_tp, cp_block};
 use pieces::{Strided, pieces_of};
@@ -490,6 +490,7 @@ impl PeerPlan {
     /// sgl#27740, for a simulator that must find it.
     #[cfg(any(test, feature = "sim"))]
     pub fn plant_guessed_v(&mut self, dst: &Layout) {
+        use crate::pd::layout::Role;
         let order = |role: Role| {
             let mut v: Vec<Entry> = dst.entries.iter().filter(|e| e.id.role == role).copied().collect();
             v.sort_by_key(|e| e.id);

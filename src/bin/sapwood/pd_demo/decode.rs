@@ -18,7 +18,7 @@ use sapwood::pd::receiver::{Action, Event, Receiver, ReceiverConfig, RecvSpec};
 use sapwood::pd::topo::Rank;
 use sapwood::pd::{RoomKey, Tag};
 
-use super::shared::{Clock, PAGE_TOKENS, commands, equals, incarnation, layout, prompt, room, topology};
+use super::shared::{Clock, PAGE_TOKENS, commands, equals, incarnation, layout, prompt, room, say, topology};
 use super::{Args, DemoError, Kind};
 
 struct Decode {
@@ -51,7 +51,7 @@ pub(super) fn run(args: &Args) -> Result<(), DemoError> {
         }
     };
     let control = Control::new(IpAddr::V4(Ipv4Addr::LOCALHOST))?;
-    println!("up {}", control.address());
+    say(&format!("up {}", control.address()));
     let config = ReceiverConfig { revoke: target.caps().revoke, ..ReceiverConfig::default() };
     let (topo, blob) = (topology(args.layers), target.descriptor());
     let receiver = Receiver::new(inc, config, inc.0, topo, Rank::default(), layout.clone(), blob)?;
@@ -107,7 +107,7 @@ impl Decode {
     fn report(&self) {
         let s = self.receiver.stats();
         let (_, held, out) = self.pool.counts();
-        println!(
+        say(&format!(
             "stats acked={} revoked={} fenced={} dead={} other={} quarantined={} quarantine_pages={} mismatches={} leaked={}",
             s.released_acked,
             s.released_revoked,
@@ -118,7 +118,7 @@ impl Decode {
             s.quarantine_units,
             self.mismatches,
             held + out - s.quarantine_units as usize,
-        );
+        ));
     }
 
     fn open(&mut self, words: &[String]) {
@@ -129,7 +129,7 @@ impl Decode {
         let now = self.clock.now();
         let spec = RecvSpec { prompt: prompt(key, tokens), contacts: vec![self.control.peer(address)] };
         if let Err(why) = self.receiver.open(now, key, spec) {
-            println!("done {} {} fail {why:?}", key.room, key.epoch);
+            say(&format!("done {} {} fail {why:?}", key.room, key.epoch));
             return;
         }
         self.tokens.insert(key, tokens);
@@ -219,11 +219,11 @@ impl Decode {
                     Ok(arrived) => {
                         let bytes = arrived.pages.destination().full.len() as u64 * self.page_bytes;
                         self.check(key, tokens, arrived.pages);
-                        println!("done {} {} ok {bytes}", key.room, key.epoch);
+                        say(&format!("done {} {} ok {bytes}", key.room, key.epoch));
                     }
                     Err(why) => {
                         let text = why.to_string().replace(' ', "_");
-                        println!("done {} {} fail {text}", key.room, key.epoch);
+                        say(&format!("done {} {} fail {text}", key.room, key.epoch));
                     }
                 }
             }

@@ -57,11 +57,12 @@ pub(crate) struct Args {
     /// Layers of the model.
     #[arg(long, default_value_t = 8)]
     pub(crate) layers: u32,
-    /// Pages of each pool.
-    #[arg(long, default_value_t = 128)]
+    /// Pages of each pool. A room takes up to 32 on either side; with room for the whole window nobody waits
+    /// for pages that somebody holds who waits, too.
+    #[arg(long, default_value_t = 512)]
     pub(crate) pages: u32,
     /// Rooms under way at once.
-    #[arg(long, default_value_t = 24)]
+    #[arg(long, default_value_t = 16)]
     window: usize,
     /// Seed of prompts and aborts.
     #[arg(long, default_value_t = 1)]
@@ -187,20 +188,31 @@ impl Router<'_> {
         });
         self.processes.insert(i, Process { child, stdin, address: String::new() });
         let limit = Instant::now() + Duration::from_secs(30);
+        let mut later = Vec::new();
         while self.processes.get(&i).is_some_and(|p| p.address.is_empty()) {
             match self.lines.recv_timeout(Duration::from_millis(100)) {
                 Ok(Line::From(n, line)) => {
                     if let (Some(a), Some(p)) = (line.strip_prefix("up "), self.processes.get_mut(&n)) {
                         p.address = a.to_string();
                     } else {
-                        // News of rooms during a restart: keep it for later.
-                        let _ = self.lines_in.send(Line::From(n, line));
+                        // News of rooms during a restart.
+                        later.push(Line::From(n, line));
                     }
                 }
-                Ok(Line::Ended(n)) if n == i => return Err(DemoError::Ended),
+                // The end of the life before is no news; that of this one is.
+                Ok(Line::Ended(n)) if n == i => {
+                    let over =
+                        self.processes.get_mut(&i).is_none_or(|p| !matches!(p.child.try_wait(), Ok(None)));
+                    if over {
+                        return Err(DemoError::Ended);
+                    }
+                }
                 _ if Instant::now() > limit => return Err(DemoError::Silent(30)),
                 _ => {}
             }
+        }
+        for line in later {
+            let _ = self.lines_in.send(line);
         }
         if prefill {
             // As a decode instance would: ask the rendezvous, not the process.

@@ -19,7 +19,7 @@ use sapwood::pd::sender::{Action, Event, Outcome, SendSpec, Sender, SenderConfig
 use sapwood::pd::topo::Rank;
 use sapwood::pd::wire::VERSION;
 
-use super::shared::{Clock, PAGE_TOKENS, commands, fill, incarnation, layout, prompt, room, topology};
+use super::shared::{Clock, PAGE_TOKENS, commands, fill, incarnation, layout, prompt, room, say, topology};
 use super::{Args, DemoError, Kind};
 
 struct Prefill {
@@ -58,7 +58,7 @@ pub(super) fn run(args: &Args) -> Result<(), DemoError> {
             address: control.address().to_string(),
         })?;
     }
-    println!("up {}", control.address());
+    say(&format!("up {}", control.address()));
     let sender = Sender::new(inc, SenderConfig::default(), topo, Rank::default(), layout.clone())?;
     let pool = LeasePool::new(memory, layout);
     let mut p = Prefill {
@@ -96,7 +96,7 @@ impl Prefill {
                 .is_some_and(|at| Instant::now() > at || (self.sender.is_quiet() && self.sources.is_empty()))
             {
                 let leaked = self.pool.counts().1 + self.pool.counts().2;
-                println!("stats leaked={leaked}");
+                say(&format!("stats leaked={leaked}"));
                 return Ok(());
             }
         }

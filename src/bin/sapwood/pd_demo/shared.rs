@@ -1,7 +1,7 @@
 //! What both children share: the model, the content of pages, the clock, and the lines of the router.
 
 use std::hash::{BuildHasher, Hasher};
-use std::io::BufRead;
+use std::io::{BufRead, Write};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
@@ -81,6 +81,12 @@ impl Clock {
     pub(super) fn now(&self) -> Time {
         Time(self.0.elapsed().as_micros() as u64 + 1)
     }
+}
+
+/// Tells the router. When it is gone its end of the other pipe is, too, and the loop ends by that.
+pub(super) fn say(line: &str) {
+    let mut out = std::io::stdout().lock();
+    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 
 /// Lines of the router. The channel ends with the router.
