@@ -11,3 +11,4 @@ mod service;
 mod session;
 #[cfg(feature = "mooncake-capi")]
 mod stand_in;
+mod throughput;

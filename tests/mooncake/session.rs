@@ -258,3 +258,27 @@ fn a_real_client_that_stands_still_is_waited_for_and_loses_nothing() {
         store.get(&[a.item(1, MIB, MIB)], &call()) == [Outcome::Ok(MIB)] && a.holds(1, MIB, MIB)
     });
 }
+
+/// More callers than connections: they take turns, and a caller that can not wait is told.
+#[test]
+fn callers_take_turns() {
+    let _alone = alone();
+    let Some(service) = Service::start("64 MB") else { return };
+    let store = MooncakeStore::open(MooncakeConfig { calls_max: 1, ..MooncakeConfig::at(service.address()) })
+        .unwrap();
+    let arenas: Vec<_> = (0..4).map(|_| Arena::new(&store, 2 * MIB)).collect();
+    std::thread::scope(|scope| {
+        for (t, a) in (0_u64..).zip(&arenas) {
+            let store = &store;
+            scope.spawn(move || {
+                for n in (0..20).map(|i| t * 1000 + i) {
+                    a.fill(n, 0, MIB / 2);
+                    assert_eq!(store.put(&[a.item(n, 0, MIB / 2)], &call()), [Outcome::Ok(MIB / 2)]);
+                    assert_eq!(store.get(&[a.item(n, MIB, MIB / 2)], &call()), [Outcome::Ok(MIB / 2)]);
+                    assert!(a.holds(n, MIB, MIB / 2));
+                }
+            });
+        }
+    });
+    assert_eq!(store.stats().corrupt_total, 0);
+}

@@ -2,7 +2,7 @@
 //!
 //! The real client is a process beside the engine. It maps the engine's memory (a memfd handed over on a local
 //! socket) and moves bytes between that memory and the pool, one copy each way; calls and answers go over
-//! loopback TCP ([`wire`]). So every region must be shared memory ([`ArenaNeed::SharedFd`]); there is no pool
+//! loopback TCP. So every region must be shared memory ([`ArenaNeed::SharedFd`]); there is no pool
 //! that could have come from another allocator.
 //!
 //! - **An unknown release is refused** when the store is opened: each function that carries data is called once
