@@ -9,6 +9,7 @@ pub mod engine;
 pub mod key;
 #[cfg(feature = "sim")]
 pub mod model;
+pub mod pd;
 pub mod pool;
 #[cfg(feature = "sim")]
 pub mod sim;

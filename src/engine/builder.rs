@@ -6,17 +6,22 @@ use std::time::Duration;
 
 use super::cache::PrefixCache;
 use super::delivery::Delivery;
+use super::draft::{DraftPlan, DraftPlanError};
 use super::executor::{Bell, Executor};
-use super::lane::{StoreLane, StoredPlane};
+use super::lane::{LaneConfig, StoreLane};
+use super::registration::{AloneVotes, RankVotes, Registered, RegistrationError};
 use crate::backend::device::{Device, DeviceError};
-use crate::backend::host::{HostArena, MemoryError};
+use crate::backend::host::{HostArena, MemoryError, MemoryPlan};
 use crate::backend::identity::{
     ByteOrder, Content, Descriptor, DescriptorError, Dtype, Plane as StorePlane, Shard,
 };
-use crate::backend::store::{RegisterError, Store};
+use crate::backend::region::Sharing;
+use crate::backend::store::{ArenaNeed, Store};
 use crate::base::{PageId, Tier};
 use crate::pool::{Capacities, Capacity, Geometry, Plane, PlaneKind, PoolKind};
-use crate::tiers::{ConfigError, Core, CoreConfig, PrefetchConfig, StoreConfig, WritePolicy};
+use crate::tiers::{
+    ConfigError, Core, CoreConfig, PrefetchConfig, RegistrationPolicy, StoreConfig, WritePolicy,
+};
 
 /// What is stored under which name: pages of another model, revision or weights epoch can never be hit.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -52,7 +57,12 @@ impl ModelIdentity {
         let row_bytes = plane.row_bytes();
         let (store_plane, content) = match plane.kind() {
             PlaneKind::Target => (StorePlane::Target, kv(row_bytes)),
-            PlaneKind::Draft => (StorePlane::Draft, kv(row_bytes)),
+            PlaneKind::Draft => {
+                let window = plane.pool() == PoolKind::Window;
+                let name = if window { StorePlane::DraftWindow } else { StorePlane::Draft };
+                (name, if plane.parts() == 1 { Content::Mla { row_bytes } } else { kv(row_bytes) })
+            }
+            PlaneKind::DraftIndex => (StorePlane::DraftIndex, Content::Rows { row_bytes }),
             PlaneKind::Latent => (StorePlane::Target, Content::Mla { row_bytes }),
             PlaneKind::Index => (StorePlane::Index, Content::Rows { row_bytes }),
             PlaneKind::Scale => (StorePlane::Scale, Content::Rows { row_bytes }),
@@ -104,9 +114,18 @@ pub enum BuildError {
     /// The device refused the host memory.
     #[error("device: {0}")]
     Device(#[from] DeviceError),
-    /// The store refused the host memory.
-    #[error("store: {0}")]
-    Store(#[from] RegisterError),
+    /// The store could not take the host memory; what it had taken was given back.
+    #[error(transparent)]
+    Store(#[from] RegistrationError),
+    /// The store allocates its memory itself, which this build can not use.
+    #[error("store {store} addresses only memory that it allocates itself")]
+    BackendAllocated {
+        /// Name of the store.
+        store: &'static str,
+    },
+    /// The draft plan does not go with the geometry.
+    #[error("draft: {0}")]
+    Draft(#[from] DraftPlanError),
     /// The identity can not be written down.
     #[error("identity: {0}")]
     Identity(#[from] DescriptorError),
@@ -143,6 +162,10 @@ pub struct Builder {
     loads_in_flight_max: u32,
     delivery: Delivery,
     waker: Option<Arc<dyn Fn() + Send + Sync>>,
+    memory: MemoryPlan,
+    draft: Option<DraftPlan>,
+    registration: RegistrationPolicy,
+    votes: Box<dyn RankVotes>,
     scrub: Option<Scrub>,
 }
 
@@ -172,6 +195,10 @@ impl Builder {
             loads_in_flight_max: plain.loads_in_flight_max,
             delivery: Delivery::AsCompleted,
             waker: None,
+            memory: MemoryPlan::default(),
+            draft: None,
+            registration: RegistrationPolicy::default(),
+            votes: Box::new(AloneVotes),
             scrub: None,
         }
     }
@@ -236,7 +263,7 @@ impl Builder {
         self
     }
 
-    /// See [`CoreConfig::exclusive`]. Default: on.
+    /// See [`CoreConfig::exclusive`]. Default: off.
     pub fn exclusive(mut self, exclusive: bool) -> Self {
         self.exclusive = exclusive;
         self
@@ -266,6 +293,31 @@ impl Builder {
         self
     }
 
+    /// Where the memory of the host tier comes from: page size, NUMA node, budget, first touch. Whether it is
+    /// shared is not for the caller to say: it is, if the store needs it.
+    pub fn memory(mut self, plan: MemoryPlan) -> Self {
+        self.memory = plan;
+        self
+    }
+
+    /// Where the draft model's KV lies. Default: what the geometry suggests, see [`DraftPlan::of`].
+    pub fn draft(mut self, plan: DraftPlan) -> Self {
+        self.draft = Some(plan);
+        self
+    }
+
+    /// What to do when the store can not take the planes of the draft. Default: fail.
+    pub fn registration(mut self, policy: RegistrationPolicy) -> Self {
+        self.registration = policy;
+        self
+    }
+
+    /// The ranks that register their memory together. Default: none but this one.
+    pub fn rank_votes(mut self, votes: impl RankVotes + 'static) -> Self {
+        self.votes = Box::new(votes);
+        self
+    }
+
     /// Called with every page of device and host that goes back to its pool, before anything can be written to it
     /// again: the place to erase or poison. Runs on the scheduler's thread.
     pub fn on_free(mut self, scrub: impl FnMut(Tier, PageId) + Send + 'static) -> Self {
@@ -274,9 +326,48 @@ impl Builder {
     }
 
     /// Checks everything, takes memory, starts the threads.
-    pub fn build(self) -> Result<PrefixCache, BuildError> {
-        let mut device = self.device.ok_or(BuildError::NoDevice)?;
-        let present = device.pages(PoolKind::Full);
+    pub fn build(mut self) -> Result<PrefixCache, BuildError> {
+        let mut device = self.device.take().ok_or(BuildError::NoDevice)?;
+        let draft = self.draft.unwrap_or_else(|| DraftPlan::of(&self.geometry));
+        draft.check(&self.geometry)?;
+        let mut config = self.core_config(device.pages(PoolKind::Full))?;
+        let plan = self.memory_plan()?;
+        let capacities = Capacities::full(config.host);
+        let arena = Arc::new(HostArena::with_plan(Arc::clone(&self.geometry), capacities, &plan)?);
+        config.host = Capacity::Pages(arena.pages(PoolKind::Full));
+        let core = Core::new(config)?;
+        if arena.pages(PoolKind::Full) > 0 {
+            device.attach_host(Arc::clone(&arena))?;
+        }
+        let (bell, heard) = Bell::new(self.waker.take());
+        let device_bell = bell.clone();
+        device.set_waker(Some(Arc::new(move || device_bell.ring())));
+        let lane_config = LaneConfig {
+            threads: match self.delivery {
+                Delivery::AsCompleted => self.store_threads,
+                Delivery::Modelled(_) => 1,
+            },
+            call_budget: self.store_call_budget,
+            bell,
+            identity: self.identity,
+            draft,
+            policy: self.registration,
+        };
+        let lane = match self.store.take() {
+            Some(store) => {
+                let registered = lane_config.register(&arena, store.as_ref(), self.votes.as_mut())?;
+                Some(start_lane(&lane_config, store, &arena, registered)?)
+            }
+            None => None,
+        };
+        let page_bytes = self.geometry.page_bytes(PoolKind::Full);
+        let layers = self.geometry.model_layers();
+        let store = (lane, lane_config, self.votes);
+        let executor = Executor::new(device, store, page_bytes, layers, self.delivery, heard);
+        Ok(PrefixCache::assemble(self.geometry, arena, core, executor, self.scrub))
+    }
+
+    fn core_config(&self, present: u32) -> Result<CoreConfig, BuildError> {
         let device_pages = match self.device_pages {
             Capacity::Unlimited => present,
             Capacity::Pages(asked) if asked > present => {
@@ -284,7 +375,7 @@ impl Builder {
             }
             Capacity::Pages(asked) => asked,
         };
-        let mut config = CoreConfig {
+        let config = CoreConfig {
             page_size: self.geometry.page_size_tokens(),
             device: Capacity::Pages(device_pages),
             host: self.host_pages,
@@ -296,67 +387,36 @@ impl Builder {
             loads_in_flight_max: self.loads_in_flight_max,
         };
         config.validate()?;
-        let arena = Arc::new(HostArena::new(Arc::clone(&self.geometry), Capacities::full(config.host))?);
-        config.host = Capacity::Pages(arena.pages(PoolKind::Full));
-        let core = Core::new(config)?;
-        if arena.pages(PoolKind::Full) > 0 {
-            device.attach_host(Arc::clone(&arena))?;
-        }
-        let (bell, heard) = Bell::new(self.waker);
-        let device_bell = bell.clone();
-        device.set_waker(Some(Arc::new(move || device_bell.ring())));
-        let threads = match self.delivery {
-            Delivery::AsCompleted => self.store_threads,
-            Delivery::Modelled(_) => 1,
-        };
-        let lane = match self.store {
-            Some(store) => {
-                let planes = store_planes(&self.identity, &self.geometry, &arena, store.as_ref())?;
-                Some(
-                    StoreLane::start(
-                        store,
-                        Arc::clone(&arena),
-                        planes,
-                        threads,
-                        self.store_call_budget,
-                        bell,
-                    )
-                    .map_err(BuildError::Thread)?,
-                )
+        Ok(config)
+    }
+
+    /// The plan for all pools, as the store needs it.
+    fn memory_plan(&self) -> Result<MemoryPlan, BuildError> {
+        let mut plan = self.memory.clone();
+        if let Some(store) = &self.store {
+            let caps = store.caps();
+            match (caps.arena, plan.mapping.sharing) {
+                (ArenaNeed::SharedFd, Sharing::Private) => plan.mapping.sharing = Sharing::Shared,
+                (ArenaNeed::BackendAllocated, _) => {
+                    return Err(BuildError::BackendAllocated { store: caps.name });
+                }
+                _ => {}
             }
-            None => None,
-        };
-        let page_bytes = self.geometry.page_bytes(PoolKind::Full);
-        let layers = self.geometry.model_layers();
-        let executor = Executor::new(device, lane, page_bytes, layers, self.delivery, heard);
-        Ok(PrefixCache::assemble(self.geometry, arena, core, executor, self.scrub))
+        }
+        Ok(plan)
     }
 }
 
-/// Registers the memory of every plane with the store and names its objects. On failure what was registered is
-/// taken back in reverse order.
-fn store_planes(
-    identity: &ModelIdentity,
-    geometry: &Geometry,
-    arena: &HostArena,
-    store: &dyn Store,
-) -> Result<Vec<StoredPlane>, BuildError> {
-    let mut planes: Vec<StoredPlane> = Vec::new();
-    let mut register = || -> Result<(), BuildError> {
-        for (plane, region) in arena.regions() {
-            let Some(shape) = geometry.plane(plane).filter(|p| p.pool() == PoolKind::Full) else { continue };
-            let descriptor = identity.descriptor(geometry, shape).digest()?;
-            let region = store.register(region)?;
-            planes.push(StoredPlane { plane, descriptor, region });
-        }
-        Ok(())
-    };
-    if let Err(error) = register() {
-        for plane in planes.iter().rev() {
-            // The first cause is what the caller hears.
-            let _ = store.unregister(plane.region);
-        }
-        return Err(error);
-    }
-    Ok(planes)
+/// Starts the workers; on failure what was registered is given back.
+fn start_lane(
+    config: &LaneConfig,
+    store: Arc<dyn Store>,
+    arena: &Arc<HostArena>,
+    registered: Registered,
+) -> Result<StoreLane, BuildError> {
+    StoreLane::start(config, Arc::clone(&store), Arc::clone(arena), registered).map_err(|failed| {
+        let (error, registered) = *failed;
+        registered.detach(arena, store.as_ref());
+        BuildError::Thread(error)
+    })
 }

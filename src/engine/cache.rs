@@ -1,18 +1,20 @@
 //! The facade: one object, one owner, no call that waits.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 
 use super::builder::{Builder, Scrub};
 use super::executor::{BytesMoved, Executor};
+use super::registration::RegistrationError;
+use super::report::StoreReport;
 use super::request::Request;
 use crate::backend::host::HostArena;
 use crate::backend::store::Store;
 use crate::base::{Fence, NamespaceId, OpId, PageId, Tier, Time, Violation};
 use crate::key::{Namespace, NamespaceError};
-use crate::pool::Geometry;
+use crate::pool::{Geometry, PlaneId, PlaneKind};
 use crate::tiers::{
     Alloc, Checkpoint, Core, CoreError, LoadBack, LoadState, MatchInfo, PageCounts, Prefetch, PrefetchState,
     RequestId, Stats,
@@ -183,6 +185,12 @@ impl PrefixCache {
     pub fn alloc(&mut self, request: &mut Request, pages: u32) -> Result<Alloc, CacheError> {
         self.take_events(self.now)?;
         let granted = self.core.alloc(request.id(), pages);
+        if granted == Ok(Alloc::Granted)
+            && let Ok(table) = self.core.pages(request.id())
+        {
+            let first = table.len().saturating_sub(pages as usize);
+            self.executor.handed_out(&table[first..]);
+        }
         self.run_actions(self.now);
         Ok(granted?)
     }
@@ -351,6 +359,45 @@ impl PrefixCache {
     #[must_use]
     pub fn store(&self) -> Option<&Arc<dyn Store>> {
         self.executor.lane().map(super::lane::StoreLane::store)
+    }
+
+    /// What the store has of the planes: which are stored, which are not and why, and how many pages of each.
+    #[must_use]
+    pub fn store_report(&self) -> StoreReport {
+        self.executor.report()
+    }
+
+    /// How many pages of the request's table lack which plane: they came from the store without it. Only planes of
+    /// a draft can be missing; its guesses will be worse there, the answer is the same. O(pages x planes).
+    pub fn missing_planes(&self, request: &Request) -> Result<Vec<(PlaneKind, u32)>, CacheError> {
+        let table = self.core.pages(request.id())?;
+        let kinds = (0_u8..).zip(self.geometry.planes());
+        Ok(kinds
+            .filter_map(|(i, plane)| {
+                let lacks = |page: &&PageId| self.executor.device_gap(**page).contains(PlaneId(i));
+                let pages = table.iter().filter(lacks).count() as u32;
+                (pages > 0).then_some((plane.kind(), pages))
+            })
+            .collect())
+    }
+
+    /// Takes the store away: its calls are told to end, what they brought is taken in, and the store lets go of the
+    /// memory. From then on the store tier answers nothing. `Ok(None)` if a call did not end within `wait_max` (it
+    /// can be tried again) or if there is no store.
+    pub fn detach_store(&mut self, wait_max: Duration) -> Result<Option<Arc<dyn Store>>, CacheError> {
+        let store = self.executor.detach_store(Instant::now() + wait_max);
+        self.take_events(self.now)?;
+        Ok(store)
+    }
+
+    /// Gives the cache a store again, or another one. The whole registration runs anew; a store that can not
+    /// address the memory of the host tier is refused. `Ok(false)` if there is one already. A cache that was built
+    /// without a store keeps no hashes and can not be given one.
+    pub fn attach_store(&mut self, store: Arc<dyn Store>) -> Result<bool, RegistrationError> {
+        if self.core.config().store.is_none() {
+            return Ok(false);
+        }
+        self.executor.attach_store(store, &self.arena)
     }
 
     /// Whether nothing is in flight and nothing waits to be written to the store.

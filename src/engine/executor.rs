@@ -7,11 +7,16 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender, bounded};
 
 use super::delivery::{Delivery, Lane, Moment, Schedule};
-use super::lane::StoreLane;
+use super::lane::{Ended, Gap, LaneConfig, StoreLane};
+use super::registration::{RankVotes, RegistrationError};
+use super::report::StoreReport;
 use crate::backend::device::{Completion, CopyJob, CopyPart, Device, Direction, Outcome, Submit, Transfer};
+use crate::backend::host::HostArena;
+use crate::backend::store::Store;
 use crate::base::containers::Map;
 use crate::base::{Fence, NamespaceId, OpId, PageId, Time};
-use crate::tiers::{Action, EndKey, Event, PageOutcome, PagePair};
+use crate::pool::PlaneSet;
+use crate::tiers::{Action, EndKey, Event, PageOutcome, PagePair, StoreItem};
 
 /// How long a modelled delivery waits for the real copy before it calls the executor stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(120);
@@ -72,11 +77,54 @@ struct Copy {
 struct InFlight {
     transfer: Transfer,
     layers_told: u32,
+    sources: Vec<PageId>,
+    targets: Vec<PageId>,
+}
+
+/// Planes that pages lack, per tier. Travels with the bytes: a copy of a page lacks what the page lacks.
+#[derive(Debug, Default)]
+struct Gaps {
+    device: Map<PageId, PlaneSet>,
+    host: Map<PageId, PlaneSet>,
+}
+
+impl Gaps {
+    fn copied(&mut self, direction: Direction, sources: &[PageId], targets: &[PageId]) {
+        let (from, to) = match direction {
+            Direction::DeviceToHost => (&self.device, &mut self.host),
+            Direction::HostToDevice => (&self.host, &mut self.device),
+            Direction::DeviceToDevice => return,
+        };
+        if from.is_empty() && to.is_empty() {
+            return;
+        }
+        for (source, target) in sources.iter().zip(targets) {
+            match from.get(source) {
+                Some(&gap) => to.insert(*target, gap),
+                None => to.remove(target),
+            };
+        }
+    }
+
+    fn read(&mut self, read: &[Gap]) {
+        for &(page, gap) in read {
+            if gap == PlaneSet::NONE {
+                self.host.remove(&page);
+            } else {
+                self.host.insert(page, gap);
+            }
+        }
+    }
 }
 
 pub(super) struct Executor {
     device: Box<dyn Device>,
     lane: Option<StoreLane>,
+    lane_config: LaneConfig,
+    votes: Box<dyn RankVotes>,
+    /// Seeds of the namespaces that are known, for the next lane.
+    namespaces: BTreeMap<NamespaceId, Option<[u8; 32]>>,
+    gaps: Gaps,
     page_bytes: u64,
     layers: u32,
     waiting: [VecDeque<Copy>; 2],
@@ -111,7 +159,7 @@ pub(super) struct Stuck {
 impl Executor {
     pub(super) fn new(
         device: Box<dyn Device>,
-        lane: Option<StoreLane>,
+        (lane, lane_config, votes): (Option<StoreLane>, LaneConfig, Box<dyn RankVotes>),
         page_bytes: u64,
         layers: u32,
         delivery: Delivery,
@@ -120,6 +168,10 @@ impl Executor {
         Executor {
             device,
             lane,
+            lane_config,
+            votes,
+            namespaces: BTreeMap::new(),
+            gaps: Gaps::default(),
             page_bytes,
             layers,
             waiting: [VecDeque::new(), VecDeque::new()],
@@ -154,7 +206,70 @@ impl Executor {
         self.device.launched()
     }
 
+    /// What the store has of the planes.
+    pub(super) fn report(&self) -> StoreReport {
+        self.lane.as_ref().map(StoreLane::report).unwrap_or_default()
+    }
+
+    /// Planes that a device page lacks.
+    pub(super) fn device_gap(&self, page: PageId) -> PlaneSet {
+        self.gaps.device.get(&page).copied().unwrap_or(PlaneSet::NONE)
+    }
+
+    /// Pages that the engine will compute: they will lack nothing.
+    pub(super) fn handed_out(&mut self, pages: &[PageId]) {
+        if !self.gaps.device.is_empty() {
+            pages.iter().for_each(|page| {
+                self.gaps.device.remove(page);
+            });
+        }
+    }
+
+    /// Takes the store away; see [`StoreLane::detach`]. `None` if a call does not end, or if there is none.
+    pub(super) fn detach_store(&mut self, until: Instant) -> Option<Arc<dyn Store>> {
+        match self.lane.take()?.detach(until) {
+            Ok((ended, store)) => {
+                ended.into_iter().for_each(|e| self.lane_ended(e));
+                Some(store)
+            }
+            Err(lane) => {
+                self.lane = Some(*lane);
+                None
+            }
+        }
+    }
+
+    /// Gives the cache a store, registered anew. `Ok(false)` if it has one.
+    pub(super) fn attach_store(
+        &mut self,
+        store: Arc<dyn Store>,
+        arena: &Arc<HostArena>,
+    ) -> Result<bool, RegistrationError> {
+        if self.lane.is_some() {
+            return Ok(false);
+        }
+        let registered = self.lane_config.register(arena, store.as_ref(), self.votes.as_mut())?;
+        match StoreLane::start(&self.lane_config, Arc::clone(&store), Arc::clone(arena), registered) {
+            Ok(mut lane) => {
+                self.namespaces.iter().for_each(|(id, seed)| lane.learn(*id, *seed));
+                self.lane = Some(lane);
+                Ok(true)
+            }
+            Err(failed) => {
+                let (error, registered) = *failed;
+                registered.detach(arena, store.as_ref());
+                Err(RegistrationError::Thread(error))
+            }
+        }
+    }
+
+    fn lane_ended(&mut self, ended: Ended) {
+        self.gaps.read(&ended.read);
+        self.ended(ended.event);
+    }
+
     pub(super) fn learn(&mut self, namespace: NamespaceId, seed: Option<[u8; 32]>) {
+        self.namespaces.insert(namespace, seed);
         if let Some(lane) = &mut self.lane {
             lane.learn(namespace, seed);
         }
@@ -168,18 +283,28 @@ impl Executor {
             Action::CopyToDevice { op, pairs, after } => {
                 self.copy(op, Direction::HostToDevice, &pairs, after)
             }
-            Action::StoreQuery { op, namespace, hashes } => match &mut self.lane {
-                Some(lane) => lane.query(op, namespace, hashes),
-                None => self.ended(Event::Queried { op, present: None }),
-            },
-            Action::StoreGet { op, namespace, batch, items } => match &mut self.lane {
-                Some(lane) => lane.get(op, namespace, batch, items),
-                None => self.ended(Event::Got { op, batch, outcomes: Vec::new() }),
-            },
-            Action::StorePut { op, namespace, batch, items } => match &mut self.lane {
-                Some(lane) => lane.put(op, namespace, batch, items),
-                None => self.ended(Event::Put { op, batch, outcomes: Vec::new() }),
-            },
+            Action::StoreQuery { op, namespace, hashes } => {
+                match self.lane.as_mut().filter(|l| l.is_open()) {
+                    Some(lane) => lane.query(op, namespace, hashes),
+                    None => self.ended(Event::Queried { op, present: None }),
+                }
+            }
+            Action::StoreGet { op, namespace, batch, items } => {
+                match self.lane.as_mut().filter(|l| l.is_open()) {
+                    Some(lane) => lane.get(op, namespace, batch, items),
+                    None => self.ended(Event::Got { op, batch, outcomes: Vec::new() }),
+                }
+            }
+            Action::StorePut { op, namespace, batch, items } => {
+                match self.lane.as_mut().filter(|l| l.is_open()) {
+                    Some(lane) => {
+                        let gap = |i: &StoreItem| Some((i.host_page, *self.gaps.host.get(&i.host_page)?));
+                        let lacking = items.iter().filter_map(gap).collect();
+                        lane.put(op, namespace, batch, items, lacking);
+                    }
+                    None => self.ended(Event::Put { op, batch, outcomes: Vec::new() }),
+                }
+            }
             Action::StoreCancel { op } => {
                 // Under modelled delivery a call must not end by when the cancel happened to reach it.
                 if self.schedule.is_none()
@@ -235,7 +360,8 @@ impl Executor {
                 match self.device.submit(&job, copy.after) {
                     Ok(Submit::Refused(_)) => break,
                     Ok(Submit::Started(transfer)) => {
-                        self.copies.insert(op, InFlight { transfer, layers_told: 0 });
+                        let (sources, targets) = (copy.sources.clone(), copy.targets.clone());
+                        self.copies.insert(op, InFlight { transfer, layers_told: 0, sources, targets });
                     }
                     // Not taken, so the pages were not touched.
                     Err(error) => {
@@ -263,22 +389,25 @@ impl Executor {
         self.submit_waiting();
         let mut ended = Vec::new();
         if let Some(lane) = &mut self.lane {
-            lane.drain(|event| ended.push(event));
+            lane.drain(|e| ended.push(e));
         }
-        ended.into_iter().for_each(|event| self.ended(event));
+        ended.into_iter().for_each(|e| self.lane_ended(e));
         if self.schedule.is_none() {
             self.tell_layers();
         }
     }
 
     fn copy_completed(&mut self, completion: Completion) {
-        self.copies.remove(&completion.op);
+        let copy = self.copies.remove(&completion.op);
         let ok = match completion.outcome {
             Outcome::Done => {
                 match completion.direction {
                     Direction::DeviceToHost => self.bytes.d2h += completion.bytes,
                     Direction::HostToDevice => self.bytes.h2d += completion.bytes,
                     Direction::DeviceToDevice => {}
+                }
+                if let Some(copy) = copy {
+                    self.gaps.copied(completion.direction, &copy.sources, &copy.targets);
                 }
                 true
             }

@@ -7,12 +7,18 @@
 mod builder;
 mod cache;
 mod delivery;
+mod draft;
 mod executor;
 mod lane;
+mod registration;
+mod report;
 mod request;
 
 pub use builder::{BuildError, Builder, ModelIdentity};
 pub use cache::{CacheError, FinishError, PrefixCache};
 pub use delivery::{CostModel, Delivery};
+pub use draft::{DraftPlan, DraftPlanError};
 pub use executor::BytesMoved;
+pub use registration::{AloneVotes, RankVotes, RegistrationError};
+pub use report::{PlaneReport, StoreReport};
 pub use request::Request;

@@ -85,12 +85,22 @@ pub enum PlaneKind {
     Draft,
     /// Index keys of sparse attention.
     Index,
+    /// Index keys of a draft model.
+    DraftIndex,
     /// Scales of a quantised plane.
     Scale,
     /// Recurrent or convolution state.
     State,
     /// Anything else; the number is the embedder's.
     Other(u8),
+}
+
+impl PlaneKind {
+    /// Whether the plane belongs to a draft model: without it the target answers the same, only slower.
+    #[must_use]
+    pub const fn is_draft(self) -> bool {
+        matches!(self, PlaneKind::Draft | PlaneKind::DraftIndex)
+    }
 }
 
 impl fmt::Display for PlaneKind {
@@ -100,6 +110,7 @@ impl fmt::Display for PlaneKind {
             PlaneKind::Latent => f.write_str("latent"),
             PlaneKind::Draft => f.write_str("draft"),
             PlaneKind::Index => f.write_str("index"),
+            PlaneKind::DraftIndex => f.write_str("draft-index"),
             PlaneKind::Scale => f.write_str("scale"),
             PlaneKind::State => f.write_str("state"),
             PlaneKind::Other(n) => write!(f, "other{n}"),

@@ -12,6 +12,7 @@ mod load;
 pub mod oplog;
 pub mod outcome;
 mod prefetch;
+pub mod registration;
 mod request;
 mod room;
 pub mod stats;
@@ -27,5 +28,6 @@ pub use outcome::{
     Alloc, Checkpoint, LoadBack, LoadState, MatchInfo, PageCounts, Prefetch, PrefetchEnd, PrefetchState,
     Refusal,
 };
+pub use registration::{Registration, RegistrationPolicy, RegistrationState};
 pub use request::RequestId;
 pub use stats::Stats;

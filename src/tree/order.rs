@@ -155,8 +155,9 @@ impl Orders {
             node.mirrored = mirror;
             if mirror {
                 let tick = node.tick;
-                match self.mirrors.oldest {
-                    oldest if oldest != NIL && tick < arena.nodes[oldest as usize].tick => {
+                // What was written ahead of its eviction is old: its copy must be the last to go.
+                match self.mirrors.newest {
+                    newest if newest != NIL && tick < arena.nodes[newest as usize].tick => {
                         link_oldest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
                     }
                     _ => link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links),
@@ -183,6 +184,7 @@ impl Orders {
         }
         if self.policy.is_list() {
             node.tick = self.tick;
+            self.freshen_mirror(arena, at);
             let ends = if want == Listed::Device { &mut self.device } else { &mut self.host };
             link_newest(&mut arena.nodes, ends, at, order_links);
         } else {
@@ -241,6 +243,7 @@ impl Orders {
     #[inline]
     pub(super) fn touch(&mut self, arena: &mut Arena, at: u32) {
         arena.nodes[at as usize].tick = self.tick;
+        self.freshen_mirror(arena, at);
         if self.has_components {
             self.rekey_components(arena, at);
         }
@@ -256,6 +259,14 @@ impl Orders {
         if ends.newest != at {
             unlink(&mut arena.nodes, ends, at, order_links);
             link_newest(&mut arena.nodes, ends, at, order_links);
+        }
+    }
+
+    /// A mirror that is used goes to the end that is given up first. O(1).
+    fn freshen_mirror(&mut self, arena: &mut Arena, at: u32) {
+        if arena.nodes[at as usize].mirrored && self.mirrors.newest != at {
+            unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+            link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
         }
     }
 

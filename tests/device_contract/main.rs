@@ -3,7 +3,11 @@
 #![expect(clippy::unwrap_used, reason = "a failed step of a test is a failed test")]
 #![expect(unsafe_code, reason = "a driver made for tests moves memory by address")]
 
+mod alloc;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod fake;
+mod null;
 mod rig;
 mod streams;
 
@@ -20,7 +24,8 @@ use sapwood::base::{Fence, OpId, PageId, Tier};
 use sapwood::pool::{Geometry, Plane, PlaneId, PlaneSet, PoolKind};
 
 use rig::{
-    DEVICE_PAGES, HOST_PAGES, Random, Rig, capacities, geometry, ids, in_pool, rigs, stamped, stream_rigs,
+    DEVICE_PAGES, HOST_PAGES, Random, Rig, capacities, cuda_rigs, geometry, ids, in_pool, rigs, stamped,
+    stream_rigs,
 };
 
 #[test]
@@ -368,7 +373,7 @@ fn any_legal_order_gives_the_same_bytes() {
     let mut random = Random::new(20_261_129);
     let by_hand = |order| Rig::soft(SoftOptions { order, queue_limit: 3, ..SoftOptions::new(Mode::Manual) });
     let soft = [Order::PageFirst, Order::LayerFirst].map(by_hand);
-    for mut rig in soft.into_iter().chain(stream_rigs()) {
+    for mut rig in soft.into_iter().chain(stream_rigs()).chain(cuda_rigs()) {
         let pages = [DEVICE_PAGES, HOST_PAGES];
         let tiers = [Tier::Device, Tier::Host];
         let mut model: Vec<Vec<u64>> =

@@ -2,14 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use sapwood::backend::region::Region;
 use sapwood::backend::store::fault::Faulty;
-use sapwood::backend::store::file::{FileConfig, FileStore, IoMode};
+use sapwood::backend::store::file::{FileConfig, FileStore, IoEngine, IoMode};
 use sapwood::backend::store::mem::MemStore;
 use sapwood::backend::store::wrap::{Breaker, Deadlines, Detached, Limit, Retry, Wrapped};
 use sapwood::backend::store::{Call, Cancel, Health, Item, Outcome, RegionToken, RegisterError, Span, Store};
 
-use crate::kit::{Arena, Fixture, Rng, bytes_of, item, key, namespace_of, page, space, space_of};
+use crate::kit::{Arena, Fixture, Rng, bytes_of, item, key, namespace_of, page, region_for, space, space_of};
 
 const KIB: usize = 1024;
 
@@ -188,7 +187,7 @@ fn memory_that_is_not_registered_is_lost(store: &dyn Store) {
 }
 
 fn registering_twice_counts(store: &dyn Store) {
-    let region = std::sync::Arc::new(Region::anonymous(4 * KIB).unwrap());
+    let region = region_for(store, 4 * KIB);
     let first = store.register(&region).unwrap();
     assert_eq!(store.register(&region).unwrap(), first);
     store.unregister(first).unwrap();
@@ -280,7 +279,7 @@ fn closed_is_closed(store: &dyn Store) {
     assert_eq!(store.remove(&[key(1)], &unlimited()), [Outcome::Closed]);
     assert!(store.clear(namespace_of(0), &unlimited()).is_err());
     assert!(store.sync(&unlimited()).is_err());
-    let region = std::sync::Arc::new(Region::anonymous(KIB).unwrap());
+    let region = region_for(store, KIB);
     assert!(matches!(store.register(&region), Err(RegisterError::Closed)));
 }
 
@@ -388,6 +387,54 @@ macro_rules! suite {
 
 const ROOMY: usize = 64 << 20;
 
+/// A file store on `io_uring`, if this build and this system have it.
+fn ring(change: impl FnOnce(&mut FileConfig)) -> Option<Fixture> {
+    if !cfg!(feature = "uring") {
+        crate::kit::skip("the feature uring");
+        return None;
+    }
+    let mut engine = IoEngine::Threads;
+    let fixture = file_seen(
+        |c| {
+            c.engine = IoEngine::Uring;
+            change(c);
+        },
+        |store| engine = store.engine(),
+    );
+    if engine != IoEngine::Uring {
+        crate::kit::skip("io_uring (the system refuses it)");
+        return None;
+    }
+    Some(fixture)
+}
+
+#[cfg(feature = "mooncake")]
+fn mooncake() -> Option<Fixture> {
+    use sapwood::backend::store::mooncake::{MooncakeConfig, MooncakeStore};
+    let service = crate::service::Service::start("64 MB")?;
+    let store = MooncakeStore::open(MooncakeConfig::at(service.address())).unwrap();
+    Some(Fixture::new(store).keeping(service))
+}
+
+/// The library itself can not be had; its stand-in answers as it does.
+#[cfg(feature = "mooncake-capi")]
+fn mooncake_embedded() -> Option<Fixture> {
+    Some(Fixture::new(crate::stand_in::open(&crate::stand_in::pool())))
+}
+
+#[cfg(not(feature = "mooncake-capi"))]
+fn mooncake_embedded() -> Option<Fixture> {
+    crate::kit::skip("the feature mooncake-capi");
+    None
+}
+
+/// The contract needs the feature and the service.
+#[cfg(not(feature = "mooncake"))]
+fn mooncake() -> Option<Fixture> {
+    crate::kit::skip("the feature mooncake");
+    None
+}
+
 const TICK: Duration = Duration::from_millis(1);
 const LONG: Duration = Duration::from_secs(600);
 
@@ -402,12 +449,18 @@ fn stacked() -> Fixture {
 
 /// A file store in a directory of its own, with segments so small that the suite fills several.
 fn file(change: impl FnOnce(&mut FileConfig)) -> Fixture {
+    file_seen(change, |_| {})
+}
+
+fn file_seen(change: impl FnOnce(&mut FileConfig), see: impl FnOnce(&FileStore)) -> Fixture {
     let dir = tempfile::tempdir().unwrap();
     let mut config = FileConfig::new(dir.path().join("store"), ROOMY as u64);
     config.segment_bytes = 1 << 20;
     config.free_bytes_min = 0;
     change(&mut config);
-    Fixture::new(FileStore::open(config).unwrap()).keeping(dir)
+    let store = FileStore::open(config).unwrap();
+    see(&store);
+    Fixture::new(store).keeping(dir)
 }
 
 suite! {
@@ -415,11 +468,19 @@ suite! {
     file_buffered: Some(file(|_| {}));
     file_direct: Some(file(|c| c.io = IoMode::Direct));
     file_packed: Some(file(|c| c.align = 64));
+    uring_buffered: ring(|_| {});
+    uring_direct: ring(|c| c.io = IoMode::Direct);
+    uring_shallow: ring(|c| c.depth = 1);
+    redis_socket: crate::remote::redis_fixture(true);
+    redis_tcp: crate::remote::redis_fixture(false);
+    bucket: crate::remote::bucket_fixture();
     retried: Some(Fixture::new(Wrapped::new(MemStore::new(ROOMY), Retry::new(3, TICK))));
     guarded: Some(Fixture::new(Wrapped::new(MemStore::new(ROOMY), Breaker::new(3, TICK))));
     limited: Some(Fixture::new(Wrapped::new(MemStore::new(ROOMY), Limit::new(1 << 40, 1 << 40, TICK))));
     bounded: Some(Fixture::new(Wrapped::new(MemStore::new(ROOMY), Deadlines::new(LONG))));
     detached: Some(Fixture::new(Detached::new(MemStore::new(ROOMY), LONG, 8)));
     stacked: Some(stacked());
+    mooncake: mooncake();
+    mooncake_embedded_stand_in: mooncake_embedded();
     fault_free: Some(Fixture::new(Faulty::new(MemStore::new(ROOMY))));
 }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use sapwood::backend::identity::{
     ByteOrder, Content, Descriptor, Dtype, NamespaceDigest, Plane, Shard, Space, StoreKey,
 };
-use sapwood::backend::region::Region;
-use sapwood::backend::store::{Item, RegionToken, Span, Store};
+use sapwood::backend::region::{Mapping, Region, Sharing};
+use sapwood::backend::store::{ArenaNeed, Item, RegionToken, Span, Store};
 
 /// A store and what must live as long as it.
 pub(crate) struct Fixture {
@@ -35,7 +35,7 @@ pub(crate) struct Arena {
 
 impl Arena {
     pub(crate) fn new(store: &dyn Store, bytes: usize) -> Arena {
-        let region = Arc::new(Region::anonymous(bytes).unwrap());
+        let region = region_for(store, bytes);
         let token = store.register(&region).unwrap();
         Arena { region, token }
     }
@@ -53,6 +53,15 @@ impl Arena {
         // SAFETY: as above.
         unsafe { self.region.slice(offset, len).unwrap().to_vec() }
     }
+}
+
+/// Memory that the store can address.
+pub(crate) fn region_for(store: &dyn Store, bytes: usize) -> Arc<Region> {
+    let sharing = match store.caps().arena {
+        ArenaNeed::SharedFd => Sharing::Shared,
+        _ => Sharing::Private,
+    };
+    Arc::new(Region::map(bytes, Mapping { sharing, ..Mapping::default() }).unwrap())
 }
 
 /// A small seeded generator (xorshift64*).

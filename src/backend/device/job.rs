@@ -149,7 +149,11 @@ impl CopyJob<'_> {
             for (tier, list, pages) in
                 [(from, part.src, src_pages(part.pool)), (to, part.dst, dst_pages(part.pool))]
             {
-                if let Some(&page) = list.iter().find(|p| p.0 >= pages) {
+                // The largest first: that loop has no early exit and runs by vectors.
+                let largest = list.iter().copied().max();
+                if largest.is_some_and(|p| p.0 >= pages)
+                    && let Some(&page) = list.iter().find(|p| p.0 >= pages)
+                {
                     return Err(JobError::NoSuchPage { tier, pool: part.pool, page, pages });
                 }
             }

@@ -6,8 +6,9 @@
 
 use std::sync::Arc;
 
+use super::budget::{Budget, BudgetError, Promise};
 use super::claim::{Access, Guards, PageClaim};
-use crate::backend::region::{Region, RegionError};
+use crate::backend::region::{Mapping, Region, RegionError, Sharing};
 use crate::base::PageId;
 use crate::base::limits::POOL_PAGES_MAX;
 use crate::pool::{Capacities, Capacity, Geometry, Plane, PlaneId, PlaneSet, PoolKind};
@@ -82,9 +83,32 @@ pub enum MemoryError {
         /// Bytes of one.
         page_bytes: u64,
     },
+    /// Shared or committed memory for as many pages as are asked for: all of what is reserved would be taken.
+    #[error("a pool that is shared or committed at once needs a number of pages")]
+    UnlimitedCommitted,
+    /// The ranks of the node have promised the memory to others.
+    #[error(transparent)]
+    Budget(#[from] BudgetError),
     /// The system refused memory, or a range was wrong.
     #[error(transparent)]
     Region(#[from] RegionError),
+}
+
+/// Where the memory of an arena comes from. One plan holds for all planes: a plane can not be somewhere else.
+#[derive(Clone, Debug, Default)]
+pub struct MemoryPlan {
+    /// Sharing, page size, NUMA node.
+    pub mapping: Mapping,
+    /// Threads that commit all pages before the arena is handed out; 0: pages are committed when first used.
+    pub touch_threads: usize,
+    /// What the ranks of the node may take together; `None`: whatever the system grants.
+    pub budget: Option<Budget>,
+}
+
+impl MemoryPlan {
+    fn shared(&self) -> bool {
+        self.mapping.sharing != Sharing::Private
+    }
 }
 
 /// Where one page of one plane lies, as one block.
@@ -140,6 +164,9 @@ pub struct HostArena {
     pages: [u32; 3],
     planes: Vec<PlaneMemory>,
     guards: [Guards; 3],
+    mapping: Mapping,
+    /// Given back after the memory: fields are dropped in order.
+    _promise: Option<Promise>,
 }
 
 impl HostArena {
@@ -151,23 +178,59 @@ impl HostArena {
         HostArena::with_order(geometry, capacities, Order::PageFirst)
     }
 
+    /// The same with all of its memory from where the plan says. The budget is asked before anything is mapped.
+    pub fn with_plan(
+        geometry: Arc<Geometry>,
+        capacities: Capacities,
+        plan: &MemoryPlan,
+    ) -> Result<HostArena, MemoryError> {
+        HostArena::build(geometry, capacities, Order::PageFirst, plan)
+    }
+
     /// The same with another order of bytes.
     pub fn with_order(
         geometry: Arc<Geometry>,
         capacities: Capacities,
         order: Order,
     ) -> Result<HostArena, MemoryError> {
+        HostArena::build(geometry, capacities, order, &MemoryPlan::default())
+    }
+
+    fn build(
+        geometry: Arc<Geometry>,
+        capacities: Capacities,
+        order: Order,
+        plan: &MemoryPlan,
+    ) -> Result<HostArena, MemoryError> {
+        let unlimited = PoolKind::ALL
+            .iter()
+            .any(|&p| capacities.of(p) == Capacity::Unlimited && geometry.page_bytes(p) > 0);
+        if unlimited && (plan.shared() || plan.touch_threads > 0) {
+            return Err(MemoryError::UnlimitedCommitted);
+        }
+        let promise = match &plan.budget {
+            Some(budget) if !unlimited => Some(budget.promise(bytes_of(&geometry, capacities))?),
+            _ => None,
+        };
         let mut reserve = RESERVE_BYTES;
         loop {
             let pages = PoolKind::ALL.map(|pool| pages_of(&geometry, pool, capacities.of(pool), reserve));
-            match map_planes(&geometry, &pages, order) {
+            match map_planes(&geometry, &pages, order, plan) {
                 Ok(planes) => {
                     let [full, window, state] = pages;
                     let guards = [Guards::new(full)?, Guards::new(window)?, Guards::new(state)?];
-                    return Ok(HostArena { geometry, order, pages, planes, guards });
+                    let mapping = plan.mapping;
+                    return Ok(HostArena {
+                        geometry,
+                        order,
+                        pages,
+                        planes,
+                        guards,
+                        mapping,
+                        _promise: promise,
+                    });
                 }
                 Err(e) => {
-                    let unlimited = PoolKind::ALL.iter().any(|&p| capacities.of(p) == Capacity::Unlimited);
                     if !unlimited || reserve <= 1 << 20 {
                         return Err(e);
                     }
@@ -181,6 +244,12 @@ impl HostArena {
     #[must_use]
     pub fn geometry(&self) -> &Arc<Geometry> {
         &self.geometry
+    }
+
+    /// How the memory of every plane was mapped.
+    #[must_use]
+    pub fn mapping(&self) -> Mapping {
+        self.mapping
     }
 
     /// Order of the bytes.
@@ -299,24 +368,18 @@ impl HostArena {
 
     /// Claims all pages or none.
     pub(crate) fn take(&self, pool: PoolKind, pages: &[PageId], access: Access) -> Result<(), MemoryError> {
-        let guards = &self.guards[pool.index()];
-        for (i, &page) in pages.iter().enumerate() {
-            if !guards.take(page, access) {
-                self.give(pool, &pages[..i], access);
-                let limit = self.pages(pool);
-                return Err(if page.0 < limit {
-                    MemoryError::Busy { pool, page }
-                } else {
-                    MemoryError::NoSuchPage { pool, page, pages: limit }
-                });
+        self.guards[pool.index()].take(pages, access).map_err(|at| {
+            let (page, limit) = (pages[at], self.pages(pool));
+            match page.0 < limit {
+                true => MemoryError::Busy { pool, page },
+                false => MemoryError::NoSuchPage { pool, page, pages: limit },
             }
-        }
-        Ok(())
+        })
     }
 
     /// Releases what `take` took.
     pub(crate) fn give(&self, pool: PoolKind, pages: &[PageId], access: Access) {
-        pages.iter().for_each(|&page| self.guards[pool.index()].give(page, access));
+        self.guards[pool.index()].give(pages, access);
     }
 
     /// The memory of a plane that exists.
@@ -420,14 +483,31 @@ fn pages_of(geometry: &Geometry, pool: PoolKind, capacity: Capacity, reserve: u6
     }
 }
 
-fn map_planes(geometry: &Geometry, pages: &[u32; 3], order: Order) -> Result<Vec<PlaneMemory>, MemoryError> {
+/// Bytes of all pages of pools that have a number of them.
+fn bytes_of(geometry: &Geometry, capacities: Capacities) -> u64 {
+    let of = |pool| match capacities.of(pool) {
+        Capacity::Pages(n) => geometry.page_bytes(pool).saturating_mul(u64::from(n)),
+        Capacity::Unlimited => 0,
+    };
+    PoolKind::ALL.into_iter().map(of).fold(0, u64::saturating_add)
+}
+
+fn map_planes(
+    geometry: &Geometry,
+    pages: &[u32; 3],
+    order: Order,
+    plan: &MemoryPlan,
+) -> Result<Vec<PlaneMemory>, MemoryError> {
     let map = |p: &Plane| {
         let pages = pages[p.pool().index()];
         let page_bytes = p.page_bytes();
         let too_large = MemoryError::TooLarge { pages, page_bytes };
         let bytes = u64::from(pages).checked_mul(page_bytes).and_then(|n| usize::try_from(n).ok());
         let bytes = bytes.filter(|&n| n <= isize::MAX as usize && pages <= POOL_PAGES_MAX);
-        let region = Arc::new(Region::anonymous(bytes.ok_or(too_large)?)?);
+        let region = Arc::new(Region::map(bytes.ok_or(too_large)?, plan.mapping)?);
+        if plan.touch_threads > 0 {
+            region.touch(plan.touch_threads)?;
+        }
         Ok(PlaneMemory { region, steps: Steps::of(p, order, pages) })
     };
     geometry.planes().iter().map(map).collect()
@@ -553,5 +633,34 @@ mod tests {
             HostArena::new(g, Capacities::full(Capacity::Pages(u32::MAX))),
             Err(MemoryError::TooLarge { .. })
         ));
+    }
+
+    #[test]
+    fn one_plan_holds_for_every_plane() {
+        let g = Geometry::builder(4)
+            .plane(Plane::target(3, 8))
+            .plane(Plane::draft(1, 8))
+            .plane(Plane::state(2, 16));
+        let g = Arc::new(g.build().unwrap());
+        let caps = Capacities { state: Capacity::Pages(2), ..Capacities::full(Capacity::Pages(5)) };
+        let budget = Budget::of_process(Some(1 << 20));
+        let plan = MemoryPlan {
+            mapping: Mapping { sharing: Sharing::Shared, ..Mapping::default() },
+            touch_threads: 2,
+            budget: Some(budget.clone()),
+        };
+        let a = HostArena::with_plan(Arc::clone(&g), caps, &plan).unwrap();
+        assert_eq!(a.regions().count(), 3);
+        assert!(a.regions().all(|(_, r)| r.fd().is_some() && r.mapping() == plan.mapping));
+        a.write(PlaneId(1), PageId(4), 0, &[7; 64]).unwrap();
+        let bytes = bytes_of(&g, caps);
+        assert_eq!(bytes, 5 * (3 * 2 * 4 * 8 + 2 * 4 * 8) + 2 * 2 * 16);
+        assert!(budget.promise((1 << 20) - bytes + 1).is_err());
+        drop(a);
+        let _all = budget.promise(1 << 20).unwrap();
+        let refused = HostArena::with_plan(Arc::clone(&g), caps, &plan);
+        assert!(matches!(refused, Err(MemoryError::Budget(BudgetError::Exceeded { .. }))));
+        let unlimited = HostArena::with_plan(g, Capacities::full(Capacity::Unlimited), &plan);
+        assert!(matches!(unlimited, Err(MemoryError::UnlimitedCommitted)));
     }
 }

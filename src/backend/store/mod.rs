@@ -31,6 +31,12 @@ pub mod fault;
 pub mod file;
 mod gate;
 pub mod mem;
+#[cfg(feature = "mooncake")]
+pub mod mooncake;
+#[cfg(feature = "object")]
+pub mod object;
+#[cfg(feature = "redis")]
+pub mod redis;
 pub mod regions;
 mod sealed;
 pub mod stats;

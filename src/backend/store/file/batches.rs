@@ -101,14 +101,14 @@ impl Get {
         Ok((loc, Op { segment, way: Way::Read, offset, head, payload }))
     }
 
-    fn check(&self, i: usize, op: &Op) -> Result<usize, Outcome> {
+    fn check(&self, i: usize, op: &Op, crc: Option<u32>) -> Result<usize, Outcome> {
         let item = &self.0.items[i];
         let header = Header::decode(op.head.bytes()).map_err(sealed::outcome_of)?;
         header.check(&item.key, &item.space).map_err(sealed::outcome_of)?;
         let len = op.payload.len();
         let holds = header.place == op.segment.head.place(op.offset)
             && header.payload_bytes == len as u64
-            && header.payload_crc == payload_crc(op.payload.runs());
+            && header.payload_crc == crc.unwrap_or_else(|| payload_crc(op.payload.runs()));
         if holds { Ok(len) } else { Err(Outcome::Corrupt) }
     }
 }
@@ -131,10 +131,10 @@ impl Batch for Get {
         }
     }
 
-    fn done(&self, i: usize, op: &Op, result: io::Result<()>) {
+    fn done(&self, i: usize, op: &Op, result: io::Result<Option<u32>>) {
         let Slot::Reading(loc) = self.0.take(i) else { return };
         let slot = match result {
-            Ok(()) => match self.check(i, op) {
+            Ok(crc) => match self.check(i, op, crc) {
                 Ok(len) => Slot::Over(Outcome::Ok(len)),
                 Err(Outcome::VersionMismatch { found }) => Slot::Over(Outcome::VersionMismatch { found }),
                 Err(_) => Slot::Suspect(loc),
@@ -214,10 +214,10 @@ impl Batch for Put {
         }
     }
 
-    fn done(&self, i: usize, op: &Op, result: io::Result<()>) {
+    fn done(&self, i: usize, op: &Op, result: io::Result<Option<u32>>) {
         let Slot::Writing(place) = self.0.take(i) else { return };
         let outcome = match result {
-            Ok(()) => {
+            Ok(_) => {
                 op.testify();
                 let item = &self.0.items[i];
                 let len = op.payload.len();

@@ -38,18 +38,22 @@ pub(crate) struct Args {
     /// Pages of the host; 0 for none
     #[arg(long, value_name = "N", default_value_t = 3_000, value_parser = host_pages)]
     pub(crate) host_pages: u32,
-    /// Directory of the store, `mem` for one in memory, or `none` [default: mem; none without host pages]
-    #[arg(long, value_name = "DIR|mem|none", value_parser = store)]
+    /// Directory of the store, `mem` for one in memory, `mooncake://IP:PORT` for the real client there, or `none`
+    /// [default: mem; none without host pages]
+    #[arg(long, value_name = "DIR|mem|mooncake://IP:PORT|none", value_parser = store)]
     pub(crate) store: Option<StoreChoice>,
+    /// Give the model a draft: in layers of its own behind the target's in each page, or in a plane of its own
+    #[arg(long, value_enum, default_value = "none")]
+    pub(crate) draft: Draft,
     /// Cap on the bytes of the store [default: 1 GiB in memory, 64 GiB in a directory]
     #[arg(long, value_name = "BYTES", value_parser = store_bytes)]
     pub(crate) store_bytes: Option<u64>,
     /// When KV is copied from the device to the host
     #[arg(long, value_enum, default_value = "write-through")]
     pub(crate) write_policy: Policy,
-    /// Let a full host hold a mirror of the device, instead of what the device does not hold
+    /// When host pages are short, give up copies whose node is on the device first (write-through kinds)
     #[arg(long)]
-    pub(crate) inclusive: bool,
+    pub(crate) exclusive: bool,
     /// How long a request waits for a prefetch from the store
     #[arg(long, value_enum, default_value = "timeout")]
     pub(crate) prefetch: Prefetch,
@@ -122,6 +126,16 @@ pub(crate) enum StoreChoice {
     None,
     Mem,
     Dir(PathBuf),
+    #[cfg(feature = "mooncake")]
+    Mooncake(std::net::SocketAddr),
+}
+
+/// `--draft`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum Draft {
+    None,
+    Packed,
+    Sidecar,
 }
 
 /// `--write-policy`.
@@ -190,6 +204,8 @@ enum BadValue {
     NotShare,
     #[error("a directory is needed, or `mem` or `none`")]
     EmptyPath,
+    #[error("mooncake:// needs IP:PORT and a build with the feature mooncake")]
+    Mooncake,
 }
 
 fn bounded(text: &str, low: u64, high: u64) -> Result<u64, BadValue> {
@@ -250,8 +266,21 @@ fn store(text: &str) -> Result<StoreChoice, BadValue> {
         "" => Err(BadValue::EmptyPath),
         "none" => Ok(StoreChoice::None),
         "mem" => Ok(StoreChoice::Mem),
-        dir => Ok(StoreChoice::Dir(dir.into())),
+        text => match text.strip_prefix("mooncake://") {
+            Some(address) => mooncake(address),
+            None => Ok(StoreChoice::Dir(text.into())),
+        },
     }
+}
+
+#[cfg(feature = "mooncake")]
+fn mooncake(address: &str) -> Result<StoreChoice, BadValue> {
+    address.parse().map(StoreChoice::Mooncake).map_err(|_| BadValue::Mooncake)
+}
+
+#[cfg(not(feature = "mooncake"))]
+fn mooncake(_: &str) -> Result<StoreChoice, BadValue> {
+    Err(BadValue::Mooncake)
 }
 
 #[cfg(test)]
@@ -294,6 +323,8 @@ mod tests {
             "--write-policy sometimes",
             "--prefetch never",
             "--store-bytes 0",
+            "--store mooncake://nowhere",
+            "--draft sometimes",
             "--lenient",
             "--bogus",
         ] {

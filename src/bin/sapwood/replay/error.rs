@@ -21,6 +21,9 @@ pub(crate) enum InputError {
     Trace(#[from] TraceError),
     #[error("cannot use store directory {}: {error}", path.display())]
     StoreDir { path: PathBuf, error: OpenError },
+    #[cfg(feature = "mooncake")]
+    #[error("cannot use the store: {0}")]
+    Mooncake(#[from] sapwood::backend::store::mooncake::MooncakeError),
     #[error("cannot write {}: {source}", path.display())]
     Output { path: PathBuf, source: std::io::Error },
     #[error("geometry: {0}")]

@@ -8,12 +8,12 @@ use sapwood::backend::store::Store;
 use sapwood::backend::store::file::{FileConfig, FileStore};
 use sapwood::backend::store::mem::MemStore;
 use sapwood::base::{PageId, Tier};
-use sapwood::engine::{CostModel, Delivery, ModelIdentity, PrefixCache};
+use sapwood::engine::{CostModel, Delivery, DraftPlan, ModelIdentity, PrefixCache};
 use sapwood::key::Namespace;
-use sapwood::pool::{Capacities, Capacity, Geometry, Plane, PoolKind};
+use sapwood::pool::{Capacities, Capacity, Geometry, GeometryError, Plane, PlaneKind, PoolKind};
 use sapwood::tiers::{PrefetchConfig, PrefetchPolicy, WritePolicy};
 
-use super::args::{Args, DevicePages, Policy, Prefetch, StoreChoice};
+use super::args::{Args, DevicePages, Draft, Policy, Prefetch, StoreChoice};
 use super::calls::Calls;
 use super::complain;
 use super::error::InputError;
@@ -92,7 +92,7 @@ impl ScrubFaults {
 
 /// Builds device, store and cache.
 pub(crate) fn machine(args: &Args, jobs: &[Job]) -> Result<Machine, InputError> {
-    let geometry = Arc::new(Geometry::builder(args.page_size).plane(plane(args)).build()?);
+    let geometry = Arc::new(geometry(args)?);
     let device_pages = Capacity::Pages(device_pages(args, jobs));
     let device = SoftDevice::threaded(Arc::clone(&geometry), Capacities::full(device_pages))?;
     let scrub_faults = ScrubFaults::default();
@@ -101,8 +101,9 @@ pub(crate) fn machine(args: &Args, jobs: &[Job]) -> Result<Machine, InputError> 
         .device(device.clone())
         .host_pages(Capacity::Pages(args.host_pages))
         .identity(ModelIdentity::whole("sapwood-replay", "stamps-1"))
+        .draft(draft_plan(args))
         .write_policy(write_policy(args))
-        .exclusive(!args.inclusive)
+        .exclusive(args.exclusive)
         .prefetch(PrefetchConfig { policy: prefetch_policy(args), ..PrefetchConfig::default() })
         .delivery(Delivery::Modelled(cost_model(args)))
         .on_free(poison(device.clone(), Arc::clone(&host), scrub_faults.clone()));
@@ -126,11 +127,24 @@ pub(crate) fn machine(args: &Args, jobs: &[Job]) -> Result<Machine, InputError> 
     })
 }
 
-/// K and V where the bytes of a token can be halved, a latent where not.
-fn plane(args: &Args) -> Plane {
-    match args.bytes_per_token_layer {
-        bytes if bytes.is_multiple_of(2) => Plane::target(args.layers, bytes / 2),
-        bytes => Plane::latent(args.layers, bytes),
+/// The target, and beside or behind it one layer of a draft. K and V where the bytes of a token can be halved, a
+/// latent where not.
+fn geometry(args: &Args) -> Result<Geometry, GeometryError> {
+    let layers = args.layers + u32::from(args.draft == Draft::Packed);
+    let (target, draft) = match args.bytes_per_token_layer {
+        bytes if bytes.is_multiple_of(2) => (Plane::target(layers, bytes / 2), Plane::draft(1, bytes / 2)),
+        bytes => (Plane::latent(layers, bytes), Plane::new(PlaneKind::Draft, 1, 1, bytes)),
+    };
+    let builder = Geometry::builder(args.page_size).plane(target);
+    if args.draft == Draft::Sidecar { builder.plane(draft) } else { builder }.build()
+}
+
+fn draft_plan(args: &Args) -> DraftPlan {
+    match args.draft {
+        Draft::None => DraftPlan::None,
+        Draft::Packed => DraftPlan::Packed { layers: 1 },
+        // Every plane of every page is compared, so every plane has to be there.
+        Draft::Sidecar => DraftPlan::Sidecar { shard: None, required: true },
     }
 }
 
@@ -208,6 +222,11 @@ fn open_store(args: &Args) -> Result<Option<Arc<dyn Store>>, InputError> {
             let config = FileConfig::new(&path, args.store_bytes.unwrap_or(FILE_STORE_BYTES_MAX));
             let store = FileStore::open(config).map_err(|error| InputError::StoreDir { path, error })?;
             Ok(Some(Arc::new(store)))
+        }
+        #[cfg(feature = "mooncake")]
+        StoreChoice::Mooncake(address) => {
+            use sapwood::backend::store::mooncake::{MooncakeConfig, MooncakeStore};
+            Ok(Some(Arc::new(MooncakeStore::open(MooncakeConfig::at(address))?)))
         }
     }
 }

@@ -1,0 +1,338 @@
+//! Batches of the store as calls to the service.
+
+use std::ops::Range;
+
+use super::conn::CallError;
+use super::session::{CALLS_AHEAD, ITEMS_PER_CALL, Lane, Session};
+use super::wire::{self, Answer, Function, Malformed, Reply, Request, code};
+use super::{Call, Outcome, StoreError, StoreKey, TransportCause, name_of, outcome_of_code};
+use crate::backend::store::Item;
+use crate::backend::store::envelope::{HEADER_BYTES, Header, payload_crc};
+use crate::backend::store::regions::HeldSpans;
+use crate::backend::store::sealed::outcome_of;
+
+/// Bytes of one call to the service: enough to hide the round trip, little enough that the checksums of the next
+/// call fit beside it.
+const BYTES_PER_CALL: usize = 8 << 20;
+/// Keys of one call that moves no payload.
+const KEYS_PER_CALL: usize = 1024;
+
+/// An item and the memory it names.
+pub(super) type Object<'a> = (&'a Item, &'a HeldSpans);
+
+/// The service through a session.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Service<'a> {
+    pub(super) session: &'a Session,
+    pub(super) prefer_same_node: bool,
+}
+
+fn unheard(error: CallError, call: &Call) -> Outcome {
+    match error {
+        CallError::Timeout => call.stopped().unwrap_or(Outcome::Timeout),
+        other => Outcome::Transport(other.cause()),
+    }
+}
+
+impl Service<'_> {
+    /// Runs `step` on a lane; a failed lane is given up, a good one kept.
+    fn on_lane<T>(
+        self,
+        call: &Call,
+        moving: bool,
+        step: impl FnOnce(&mut Lane) -> Result<T, CallError>,
+    ) -> Result<T, Outcome> {
+        let mut lane = self.session.lane(call.deadline)?;
+        match step(&mut lane) {
+            Ok(value) => {
+                self.session.keep_lane(lane);
+                Ok(value)
+            }
+            // A caller's deadline and a refused call say nothing about the real client, but the connection may owe
+            // answers that nobody reads.
+            Err(error @ (CallError::Timeout | CallError::Rpc(_))) if !moving => {
+                self.session.drop_lane(lane);
+                Err(unheard(error, call))
+            }
+            Err(error) => {
+                self.session.give_up_lane(lane, error, moving);
+                Err(unheard(error, call))
+            }
+        }
+    }
+
+    /// One answer per key, in calls of bounded size.
+    fn by_keys<T: Clone>(
+        self,
+        function: &'static Function,
+        keys: &[StoreKey],
+        call: &Call,
+        finish: impl Fn(Request) -> Request,
+        value: impl Fn(&mut Reply<'_>) -> Result<T, Malformed>,
+    ) -> Vec<Result<Answer<T>, Outcome>> {
+        let mut out = Vec::with_capacity(keys.len());
+        for chunk in keys.chunks(KEYS_PER_CALL) {
+            let names: Vec<String> = chunk.iter().map(name_of).collect();
+            let done = match call.stopped() {
+                Some(stopped) => Err(stopped),
+                None => self.on_lane(call, false, |lane| {
+                    let request = Request::new(function, names.len()).texts(names.iter().map(String::as_str));
+                    lane.conn.call(function, finish(request), call.deadline, |r| r.each(chunk.len(), &value))
+                }),
+            };
+            match done {
+                Ok(answers) => out.extend(answers.into_iter().map(Ok)),
+                Err(outcome) => out.extend(std::iter::repeat_n(Err(outcome), chunk.len())),
+            }
+        }
+        out
+    }
+
+    /// Presence: `Ok(0)` or `Missing`.
+    pub(super) fn exist(self, keys: &[StoreKey], call: &Call) -> Vec<Outcome> {
+        let answers = self.by_keys(&wire::EXIST, keys, call, |r| r, |v| v.flag());
+        answers
+            .into_iter()
+            .map(|answer| match answer {
+                Ok(Ok(true)) => Outcome::Ok(0),
+                Ok(Ok(false)) => Outcome::Missing,
+                Ok(Err(code)) => outcome_of_code(code),
+                Err(outcome) => outcome,
+            })
+            .collect()
+    }
+
+    /// Removes whatever is under the keys, leased or not: `Ok(0)` or `Missing`.
+    pub(super) fn remove(self, keys: &[StoreKey], call: &Call) -> Vec<Outcome> {
+        let answers = self.by_keys(&wire::REMOVE, keys, call, |r| r.flag(true), |v| v.nothing());
+        answers
+            .into_iter()
+            .map(|answer| match answer {
+                Ok(Ok(())) => Outcome::Ok(0),
+                Ok(Err(code)) => outcome_of_code(code),
+                Err(outcome) => outcome,
+            })
+            .collect()
+    }
+
+    /// Payload lengths. One call per key, many under way at a time.
+    pub(super) fn sizes(self, keys: &[StoreKey], call: &Call) -> Vec<Outcome> {
+        let mut out = Vec::with_capacity(keys.len());
+        for chunk in keys.chunks(ITEMS_PER_CALL) {
+            let done = match call.stopped() {
+                Some(stopped) => Err(stopped),
+                None => self.on_lane(call, false, |lane| {
+                    let mut numbers = Vec::with_capacity(chunk.len());
+                    for key in chunk {
+                        let name = name_of(key);
+                        numbers.push(lane.conn.send(Request::new(&wire::SIZE, name.len()).text(&name))?);
+                    }
+                    numbers
+                        .into_iter()
+                        .map(|n| {
+                            let body = lane.conn.receive(n, call.deadline)?;
+                            Ok(Reply::of(&wire::SIZE, &body)?.number()?)
+                        })
+                        .collect::<Result<Vec<Answer<i64>>, CallError>>()
+                }),
+            };
+            match done {
+                Ok(sizes) => out.extend(sizes.into_iter().map(|size| match size {
+                    Ok(n) => Outcome::Ok(usize::try_from(n).unwrap_or(0).saturating_sub(HEADER_BYTES)),
+                    Err(code) => outcome_of_code(code),
+                })),
+                Err(outcome) => out.extend(std::iter::repeat_n(outcome, chunk.len())),
+            }
+        }
+        out
+    }
+
+    /// Removes every object whose name matches; how many.
+    pub(super) fn remove_matching(self, pattern: &str, call: &Call) -> Result<u64, StoreError> {
+        let stopped = |outcome| match outcome {
+            Outcome::Timeout => StoreError::Timeout,
+            Outcome::Cancelled => StoreError::Cancelled,
+            Outcome::Closed => StoreError::Closed,
+            Outcome::Transport(cause) => StoreError::Remote { op: "clear", cause },
+            _ => StoreError::Busy,
+        };
+        if let Some(outcome) = call.stopped() {
+            return Err(stopped(outcome));
+        }
+        let answer = self.on_lane(call, false, |lane| {
+            let request = Request::new(&wire::REMOVE_MATCHING, pattern.len()).text(pattern).flag(true);
+            lane.conn.call(&wire::REMOVE_MATCHING, request, call.deadline, |r| r.number())
+        });
+        match answer.map_err(stopped)? {
+            Ok(n) => Ok(u64::try_from(n).unwrap_or(0)),
+            Err(code) => Err(StoreError::Remote { op: "clear", cause: TransportCause::Remote(code) }),
+        }
+    }
+
+    /// Writes objects that are not there. Sealing the next call's objects goes on while this one's are copied.
+    pub(super) fn put(self, objects: &[Object<'_>], call: &Call) -> Vec<Outcome> {
+        let seal = |lane: &Lane, slot: usize, (item, memory): &Object<'_>| {
+            let crc = payload_crc(memory.runs());
+            let header = Header::new(item.key, item.space, memory.len() as u64, crc);
+            let held = self.session.slot(lane, slot)?;
+            held.fill(0, &header.encode());
+            Ok(held)
+        };
+        let finish =
+            |lane: &Lane, r: Request| r.put_options(self.prefer_same_node).int(0).client(lane.client);
+        let outcomes = |body: &[u8], objects: &[Object<'_>], _: &[HeldSpans]| {
+            let answers = Reply::of(&wire::PUT, body)?.each(objects.len(), Reply::nothing)?;
+            Ok(answers
+                .into_iter()
+                .zip(objects)
+                .map(|(answer, (_, memory))| match answer {
+                    Ok(()) | Err(code::EXISTS) => Outcome::Ok(memory.len()),
+                    Err(code) => outcome_of_code(code),
+                })
+                .collect())
+        };
+        self.transfer(&wire::PUT, objects, call, seal, finish, outcomes)
+    }
+
+    /// Reads objects and checks them while the next call's are copied.
+    pub(super) fn get(self, objects: &[Object<'_>], call: &Call) -> Vec<Outcome> {
+        let slot = |lane: &Lane, slot: usize, _: &Object<'_>| self.session.slot(lane, slot);
+        let finish = |lane: &Lane, r: Request| r.flag(false).int(0).client(lane.client);
+        let outcomes = |body: &[u8], objects: &[Object<'_>], headers: &[HeldSpans]| {
+            let answers = Reply::of(&wire::GET, body)?.each(objects.len(), Reply::int64)?;
+            Ok(answers
+                .into_iter()
+                .zip(objects.iter().zip(headers))
+                .map(|(answer, (object, header))| match answer {
+                    Ok(n) if usize::try_from(n) == Ok(HEADER_BYTES + object.1.len()) => check(object, header),
+                    Ok(_) => Outcome::Transport(TransportCause::Protocol),
+                    Err(code) => outcome_of_code(code),
+                })
+                .collect())
+        };
+        let mut out = self.transfer(&wire::GET, objects, call, slot, finish, outcomes);
+        self.explain(objects, call, &mut out);
+        out
+    }
+
+    /// A length that does not fit and an address that is not known come as the same codes. The length of the
+    /// object says which it was; nothing was written.
+    fn explain(self, objects: &[Object<'_>], call: &Call, out: &mut [Outcome]) {
+        let doubtful = |o: &Outcome| {
+            matches!(o, Outcome::AddressLost | Outcome::Transport(TransportCause::Remote(code::TRANSFER)))
+        };
+        let keys: Vec<StoreKey> =
+            objects.iter().zip(&*out).filter(|(_, o)| doubtful(o)).map(|((item, _), _)| item.key).collect();
+        let mut sizes = self.sizes(&keys, call).into_iter();
+        for ((_, memory), o) in objects.iter().zip(out.iter_mut()).filter(|(_, o)| doubtful(o)) {
+            match sizes.next() {
+                Some(Outcome::Ok(stored)) if stored != memory.len() => *o = Outcome::SizeMismatch { stored },
+                Some(Outcome::Missing) => *o = Outcome::Missing,
+                _ => {}
+            }
+        }
+    }
+
+    /// Cuts the objects into calls and keeps [`CALLS_AHEAD`] of them under way: `prepare` readies the header of
+    /// each object of a call, `finish` ends the request, `outcomes` reads the answer.
+    fn transfer(
+        self,
+        function: &'static Function,
+        objects: &[Object<'_>],
+        call: &Call,
+        prepare: impl Fn(&Lane, usize, &Object<'_>) -> Result<HeldSpans, Outcome>,
+        finish: impl Fn(&Lane, Request) -> Request,
+        outcomes: impl Fn(&[u8], &[Object<'_>], &[HeldSpans]) -> Result<Vec<Outcome>, Malformed>,
+    ) -> Vec<Outcome> {
+        let mut out: Vec<Outcome> = Vec::with_capacity(objects.len());
+        if objects.is_empty() {
+            return out;
+        }
+        let mut stopped = None;
+        let run = self.on_lane(call, true, |lane| {
+            let mut calls = cuts(objects).enumerate();
+            let mut ahead = std::collections::VecDeque::with_capacity(CALLS_AHEAD);
+            loop {
+                while ahead.len() < CALLS_AHEAD && stopped.is_none() {
+                    let Some((index, range)) = calls.next() else { break };
+                    stopped = call.stopped();
+                    if stopped.is_some() {
+                        break;
+                    }
+                    let first_slot = index % CALLS_AHEAD * ITEMS_PER_CALL;
+                    let headers = objects[range.clone()]
+                        .iter()
+                        .enumerate()
+                        .map(|(i, object)| prepare(lane, first_slot + i, object))
+                        .collect::<Result<Vec<_>, _>>();
+                    let headers = match headers {
+                        Ok(headers) => headers,
+                        Err(outcome) => {
+                            stopped = Some(outcome);
+                            break;
+                        }
+                    };
+                    let request = finish(lane, addresses(function, &objects[range.clone()], &headers));
+                    let number = lane.conn.send(request)?;
+                    ahead.push_back((number, range, headers));
+                }
+                let Some((number, range, headers)) = ahead.pop_front() else { return Ok(()) };
+                let body = lane.conn.receive(number, None)?;
+                // The next answer is on its way already; what is read here costs it nothing.
+                out.extend(outcomes(&body, &objects[range], &headers)?);
+            }
+        });
+        let rest = run.err().or(stopped).unwrap_or(Outcome::Transport(TransportCause::Protocol));
+        out.resize(objects.len(), rest);
+        out
+    }
+}
+
+/// Names, addresses and lengths of a call: of each object the header, then its runs of memory.
+fn addresses(function: &Function, objects: &[Object<'_>], headers: &[HeldSpans]) -> Request {
+    let names: Vec<String> = objects.iter().map(|(item, _)| name_of(&item.key)).collect();
+    let pieces: Vec<Vec<(u64, u64)>> = objects
+        .iter()
+        .zip(headers)
+        .map(|((_, memory), header)| {
+            let runs = memory.spans().iter().filter(|s| s.len > 0);
+            header.spans().iter().chain(runs).map(|s| (s.as_ptr() as u64, s.len as u64)).collect()
+        })
+        .collect();
+    let longest = pieces.iter().map(Vec::len).max().unwrap_or(0).max(objects.len());
+    Request::new(function, longest)
+        .texts(names.iter().map(String::as_str))
+        .numbers(pieces.iter().map(|p| p.iter().map(|(at, _)| *at)))
+        .numbers(pieces.iter().map(|p| p.iter().map(|(_, len)| *len)))
+}
+
+/// Whether what arrived is what was asked for.
+fn check((item, memory): &Object<'_>, header: &HeldSpans) -> Outcome {
+    let mut bytes = Vec::with_capacity(HEADER_BYTES);
+    header.append_to(&mut bytes);
+    let header = match Header::decode(&bytes).and_then(|h| h.check(&item.key, &item.space).map(|()| h)) {
+        Ok(header) => header,
+        Err(defect) => return outcome_of(defect),
+    };
+    if header.payload_bytes != memory.len() as u64 || header.payload_crc != payload_crc(memory.runs()) {
+        return Outcome::Corrupt;
+    }
+    Outcome::Ok(memory.len())
+}
+
+/// Cuts a batch into calls of at most so many objects and, but for single objects, so many bytes.
+fn cuts<'a>(objects: &'a [Object<'_>]) -> impl Iterator<Item = Range<usize>> + 'a {
+    let mut first = 0;
+    std::iter::from_fn(move || {
+        let (start, mut end, mut bytes) = (first, first, 0_usize);
+        while end < objects.len() && end - start < ITEMS_PER_CALL {
+            bytes = bytes.saturating_add(objects[end].1.len());
+            if end > start && bytes > BYTES_PER_CALL {
+                break;
+            }
+            end += 1;
+        }
+        first = end;
+        (end > start).then_some(start..end)
+    })
+}

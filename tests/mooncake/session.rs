@@ -1,0 +1,260 @@
+//! What the session with the real client promises.
+
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv4Addr, TcpListener};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use sapwood::backend::region::Sharing;
+use sapwood::backend::store::mooncake::{MooncakeConfig, MooncakeError, MooncakeStore};
+use sapwood::backend::store::{Call, Health, Outcome, RegisterError, Store, TransportCause};
+
+use crate::kit::{Arena, Left, alone, left, mapped_by, region, until};
+use crate::service::Service;
+
+const MIB: usize = 1 << 20;
+const NOTHING: Left = Left { threads: 0, descriptors: 0, mappings: 0 };
+
+fn open(service: &Service) -> MooncakeStore {
+    MooncakeStore::open(MooncakeConfig::at(service.address())).unwrap()
+}
+
+fn call() -> Call {
+    Call::unbounded()
+}
+
+#[test]
+fn objects_outlive_the_engine() {
+    let _alone = alone();
+    let Some(service) = Service::start("64 MB") else { return };
+    let before = open(&service);
+    let a = Arena::new(&before, 4 * MIB);
+    let items: Vec<_> = (0..4).map(|n| a.item(n, n as usize * MIB, MIB)).collect();
+    (0..4).for_each(|n| a.fill(n, n as usize * MIB, MIB));
+    assert_eq!(before.put(&items, &call()), [Outcome::Ok(MIB); 4]);
+    before.close(Instant::now() + Duration::from_secs(10)).unwrap();
+    drop((before, a));
+    let after = open(&service);
+    let b = Arena::new(&after, 4 * MIB);
+    let items: Vec<_> = (0..4).map(|n| b.item(n, (3 - n as usize) * MIB, MIB)).collect();
+    let keys: Vec<_> = items.iter().map(|i| i.key).collect();
+    assert_eq!(after.query(&keys, &call()), [Outcome::Ok(MIB); 4]);
+    assert_eq!(after.get(&items, &call()), [Outcome::Ok(MIB); 4]);
+    assert!((0..4).all(|n| b.holds(n, (3 - n as usize) * MIB, MIB)));
+}
+
+/// The real client is killed while four threads read and write. Whatever is answered `Ok` is whole; the others are
+/// told; nobody hangs; and with the real client back the same memory works again within ten seconds.
+#[test]
+fn a_killed_real_client_corrupts_nothing_and_is_found_again() {
+    let _alone = alone();
+    let Some(mut service) = Service::start("256 MB") else { return };
+    let store = open(&service);
+    let arenas: Vec<_> = (0..4).map(|_| Arena::new(&store, 8 * MIB)).collect();
+    let (stop, epoch) = (AtomicBool::new(false), store.epoch());
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0_u64..)
+            .zip(&arenas)
+            .map(|(t, a)| {
+                let (store, stop) = (&store, &stop);
+                scope.spawn(move || work(store, a, t * 1_000_000, stop))
+            })
+            .collect();
+        until("some work is done", Duration::from_secs(60), || store.stats().get_ok_total > 50);
+        service.kill_client();
+        until("the loss is seen", Duration::from_secs(10), || store.health() == Health::Down);
+        let before = store.stats().get_ok_total;
+        assert!(service.start_client());
+        until("it works again", Duration::from_secs(10), || store.stats().get_ok_total > before + 8);
+        stop.store(true, Ordering::Release);
+        let refused: u64 = threads.into_iter().map(|t| t.join().unwrap()).sum();
+        assert!(refused > 0, "nobody noticed");
+    });
+    assert!(store.epoch() > epoch);
+    assert_eq!((store.health(), store.stats().corrupt_total), (Health::Up, 0));
+    assert_eq!(mapped_by(service.client_pid()), 1 + arenas.len(), "headers and every arena, mapped once");
+    let a = &arenas[0];
+    a.fill(7, 0, MIB);
+    // Until the master has missed the dead client's pings it may place objects there.
+    until("puts work", Duration::from_secs(10), || store.put(&[a.item(7, 0, MIB)], &call())[0].is_ok());
+    for a in &arenas {
+        store.unregister(a.token).unwrap();
+    }
+    until("segments are let go", Duration::from_secs(10), || mapped_by(service.client_pid()) == 1);
+}
+
+/// Puts and gets until told to stop; how many items were refused.
+fn work(store: &MooncakeStore, a: &Arena, first: u64, stop: &AtomicBool) -> u64 {
+    let (mut n, mut refused) = (first, 0);
+    while !stop.load(Ordering::Acquire) {
+        n += 2;
+        (0..2).for_each(|i| a.fill(n + i, i as usize * MIB, MIB));
+        let puts: Vec<_> = (0..2).map(|i| a.item(n + i, i as usize * MIB, MIB)).collect();
+        let put = store.put(&puts, &call());
+        let gets: Vec<_> = (0..2).map(|i| a.item(n + i, (4 + i as usize) * MIB, MIB)).collect();
+        for ((i, got), put) in (0..2).zip(store.get(&gets, &call())).zip(put) {
+            match got {
+                Outcome::Ok(MIB) => assert!(a.holds(n + i, (4 + i as usize) * MIB, MIB), "object {}", n + i),
+                Outcome::Missing | Outcome::Transport(_) | Outcome::AddressLost => refused += 1,
+                other => panic!("{other:?}"),
+            }
+            assert!(put.is_ok() || put.is_transient() || put == Outcome::NoSpace, "{put:?}");
+        }
+    }
+    refused
+}
+
+#[test]
+fn memory_that_the_real_client_can_not_use_is_refused() {
+    let _alone = alone();
+    let Some(service) = Service::start("16 MB") else { return };
+    let store = open(&service);
+    let private = store.register(&region(MIB, Sharing::Private));
+    assert!(matches!(private, Err(RegisterError::WrongArena)), "{private:?}");
+    // This answer comes from the real client itself.
+    let read_only = store.register(&region(MIB, Sharing::SharedReadOnly));
+    assert!(matches!(read_only, Err(RegisterError::Refused { code: -1 })), "{read_only:?}");
+    assert_eq!(mapped_by(service.client_pid()), 1, "the headers only");
+    let a = Arena::new(&store, MIB);
+    a.fill(1, 0, MIB);
+    assert_eq!(store.put(&[a.item(1, 0, MIB)], &call()), [Outcome::Ok(MIB)], "the service is well");
+}
+
+#[test]
+fn a_full_pool_refuses_item_by_item() {
+    let _alone = alone();
+    let Some(service) = Service::start("16 MB") else { return };
+    let store = open(&service);
+    let a = Arena::new(&store, 48 * MIB);
+    (0..48).for_each(|n| a.fill(n, n as usize * MIB, MIB));
+    let items: Vec<_> = (0..48).map(|n| a.item(n, n as usize * MIB, MIB)).collect();
+    let outcomes = store.put(&items, &call());
+    let (done, full): (Vec<Outcome>, Vec<Outcome>) = outcomes.iter().partition(|o| o.is_ok());
+    assert!(!done.is_empty() && !full.is_empty(), "{outcomes:?}");
+    assert!(full.iter().all(|o| *o == Outcome::NoSpace), "{outcomes:?}");
+    a.clear();
+    let got = store.get(&items, &call());
+    for ((n, got), put) in (0..).zip(got).zip(&outcomes) {
+        // The pool may have made room by dropping what it had taken.
+        assert!(got == Outcome::Missing || (got.is_ok() && put.is_ok()), "{n}: {put:?} {got:?}");
+        assert!(!got.is_ok() || a.holds(n, n as usize * MIB, MIB));
+    }
+}
+
+#[test]
+fn closing_leaves_no_thread_no_memory_and_no_mapping() {
+    let _alone = alone();
+    assert_eq!(left(), NOTHING);
+    let Some(service) = Service::start("16 MB") else { return };
+    for by_close in [true, false] {
+        let store = open(&service);
+        let a = Arena::new(&store, MIB);
+        a.fill(1, 0, MIB);
+        assert_eq!(store.put(&[a.item(1, 0, MIB)], &call()), [Outcome::Ok(MIB)]);
+        assert!(left().threads == 1 && left().descriptors == 2);
+        assert_eq!(mapped_by(service.client_pid()), 2);
+        drop(a);
+        if by_close {
+            store.close(Instant::now() + Duration::from_secs(10)).unwrap();
+        }
+        drop(store);
+        assert_eq!(left(), NOTHING);
+        assert_eq!(mapped_by(service.client_pid()), 0);
+    }
+}
+
+#[test]
+fn nobody_there_is_an_error_and_leaves_nothing() {
+    let _alone = alone();
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+    let refused = MooncakeStore::open(MooncakeConfig::at(port));
+    assert!(matches!(refused, Err(MooncakeError::Unreachable { .. })), "{refused:?}");
+    drop(refused);
+    assert_eq!(left(), NOTHING);
+}
+
+/// A server that answers every call with `answer(function)`: error number and body.
+fn fake(answer: impl Fn(u32) -> (u8, Vec<u8>) + Send + 'static) -> std::net::SocketAddr {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        while let Ok((mut stream, _)) = listener.accept() {
+            let mut head = [0; 20];
+            while stream.read_exact(&mut head).is_ok() {
+                let word = |at: usize| u32::from_le_bytes(head[at..at + 4].try_into().unwrap());
+                let mut body = vec![0; word(12) as usize];
+                stream.read_exact(&mut body).unwrap();
+                let (error, body) = answer(word(8));
+                let mut reply = vec![21, 0, error, 0];
+                reply.extend_from_slice(&head[4..8]);
+                reply.extend_from_slice(&(body.len() as u32).to_le_bytes());
+                reply.extend_from_slice(&[0; 4]);
+                reply.extend_from_slice(&body);
+                // The caller may have gone, having heard enough.
+                if stream.write_all(&reply).is_err() {
+                    break;
+                }
+            }
+        }
+    });
+    address
+}
+
+const READY: u32 = u32::from_le_bytes([0xc8, 0xf9, 0x33, 0xe8]);
+
+fn done() -> Vec<u8> {
+    vec![0xcd, 0x68, 0x28, 0xaf, 0x04, 0x87, 0xfa, 0x01, 0x00, 0x01]
+}
+
+/// A release whose put takes other options answers "invalid argument"; one without the function says so; one whose
+/// answers are of another type is found out by the type.
+#[test]
+fn another_release_is_refused_by_name() {
+    let _alone = alone();
+    let cases: [(u8, Vec<u8>, TransportCause); 3] = [
+        (4, vec![], TransportCause::Remote(4)),
+        (11, vec![], TransportCause::Remote(11)),
+        (0, done(), TransportCause::Protocol),
+    ];
+    for (error, body, want) in cases {
+        let address =
+            fake(move |function| if function == READY { (0, done()) } else { (error, body.clone()) });
+        match MooncakeStore::open(MooncakeConfig::at(address)) {
+            Err(MooncakeError::UnknownRelease { function, cause }) => {
+                assert!(function.ends_with("batch_put_from_multi_buffers_dummy_helper"), "{function}");
+                assert_eq!(cause, want);
+            }
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(left(), NOTHING);
+    }
+}
+
+/// A real client that stands still in the middle of everything: what moves bytes waits for it, what does not fails,
+/// and both go on when it does.
+#[test]
+fn a_real_client_that_stands_still_is_waited_for_and_loses_nothing() {
+    let _alone = alone();
+    let Some(service) = Service::start("64 MB") else { return };
+    let mut config = MooncakeConfig::at(service.address());
+    config.connect_wait_max = Duration::from_millis(300);
+    config.ping_every = Duration::from_millis(50);
+    let store = MooncakeStore::open(config).unwrap();
+    let a = Arena::new(&store, 2 * MIB);
+    a.fill(1, 0, MIB);
+    assert_eq!(store.put(&[a.item(1, 0, MIB)], &call()), [Outcome::Ok(MIB)]);
+    service.signal_client("STOP");
+    std::thread::scope(|scope| {
+        let get = scope.spawn(|| store.get(&[a.item(1, MIB, MIB)], &call())[0]);
+        until("the loss is seen", Duration::from_secs(20), || store.health() == Health::Down);
+        let query = store.query(&[a.item(1, 0, MIB).key], &Call::within(Duration::from_secs(5)));
+        assert_eq!(query, [Outcome::Transport(TransportCause::Disconnected)]);
+        assert!(!get.is_finished(), "nobody knows yet whether the memory is still being written");
+        service.signal_client("CONT");
+        let got = get.join().unwrap();
+        assert!(got != Outcome::Ok(MIB) || a.holds(1, MIB, MIB), "{got:?}");
+    });
+    until("it works again", Duration::from_secs(10), || {
+        store.get(&[a.item(1, MIB, MIB)], &call()) == [Outcome::Ok(MIB)] && a.holds(1, MIB, MIB)
+    });
+}
