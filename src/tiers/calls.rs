@@ -80,6 +80,7 @@ impl Core {
             return Ok(Alloc::Refused { short_pages: pages, coming_pages: 0 });
         }
         self.stats.allocated_pages += u64::from(pages);
+        self.ahead_due = true;
         self.digest.mix(u64::from(pages));
         Ok(Alloc::Granted)
     }
@@ -203,6 +204,7 @@ impl Core {
 
     /// Gives back own pages, lock and pin; the prefetch goes on.
     fn release_holdings(&mut self, id: RequestId) -> Result<(), CoreError> {
+        self.ahead_due = true;
         let request = self.request_mut(id)?;
         let own = request.own().to_vec();
         let lock = request.lock.take();

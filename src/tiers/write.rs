@@ -69,7 +69,7 @@ impl Core {
             // A backed-up node above an un-backed victim is listed too; it leaves by demotion when its child has.
             let Some(plan) = self.plan_with_room(node) else { continue };
             if !self.start_backup(&plan, Some(node)) {
-                freed += self.drop_leaf(node);
+                freed += self.drop_leaf(node, Refusal::NoHostPages);
             }
         }
     }
@@ -93,13 +93,13 @@ impl Core {
         Some(plan)
     }
 
-    /// A victim that can have no host page leaves for good (B02: never demote what was not written).
-    fn drop_leaf(&mut self, node: NodeId) -> u32 {
+    /// A victim that can have no host copy leaves for good (B02: never demote what was not written).
+    fn drop_leaf(&mut self, node: NodeId, reason: Refusal) -> u32 {
         let mut gone = DeviceEviction::default();
         if self.tree.delete_leaf(node, &mut gone).is_err() {
             return 0;
         }
-        self.take_evicted(&gone, Refusal::NoHostPages);
+        self.take_evicted(&gone, reason);
         gone.freed_device.len() as u32
     }
 
@@ -161,6 +161,10 @@ impl Core {
             BackupOutcome::Failed { returned } => {
                 self.stats.backup_failed_pages += returned.len() as u64;
                 self.free_host(&returned);
+                if let Some(victim) = backup.victim {
+                    // Whoever waits for its pages would else wait for ever, if copies keep failing.
+                    self.drop_leaf(victim, Refusal::NotBackedUp);
+                }
             }
             BackupOutcome::Published { nodes } => {
                 self.stats.backed_up_pages += u64::from(backup.pages);
