@@ -3,6 +3,7 @@
 
 mod bad_input;
 mod crash;
+mod doctor;
 mod replay;
 
 use std::path::{Path, PathBuf};

@@ -1,5 +1,6 @@
 //! The `sapwood` command-line tool: argument parsing and exit codes. Each subcommand is a module.
 
+mod doctor;
 mod pd_demo;
 mod replay;
 
@@ -17,12 +18,14 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Doctor(doctor::Args),
     PdDemo(Box<pd_demo::Args>),
     Replay(Box<replay::Args>),
 }
 
 fn main() -> ExitCode {
     match Cli::parse().command {
+        Command::Doctor(args) => doctor::main(&args),
         Command::PdDemo(args) => pd_demo::main(&args),
         Command::Replay(args) => replay::main(&args),
     }
