@@ -5,9 +5,21 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
 
-/// Licences that ask for no more than a notice.
-const ALLOWED: &[&str] =
-    &["Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "ISC", "MIT", "Unicode-3.0", "Unlicense", "Zlib"];
+/// Licences that ask for no more than a notice. CDLA-Permissive-2.0 is that of a list of root certificates.
+const ALLOWED: &[&str] = &[
+    "Apache-2.0",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "CDLA-Permissive-2.0",
+    "ISC",
+    "MIT",
+    "Unicode-3.0",
+    "Unlicense",
+    "Zlib",
+];
+
+/// Linked twice with the feature `object` only: its checksum crate is one version behind.
+const TWICE_WITH_OBJECT: &[&str] = &["crypto-common", "digest"];
 
 /// Lines of `cargo tree`, each once.
 fn tree(edges: &str) -> BTreeSet<String> {
@@ -93,6 +105,6 @@ fn nothing_is_linked_in_two_versions() {
         }
     }
     assert!(versions.len() > 10, "{versions:?}");
-    versions.retain(|_, v| v.len() > 1);
+    versions.retain(|name, v| v.len() > 1 && !TWICE_WITH_OBJECT.contains(&name.as_str()));
     assert!(versions.is_empty(), "in several versions: {versions:?}");
 }
