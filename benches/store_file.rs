@@ -1,7 +1,7 @@
 //! The file store against the disk it lies on, in one run: fio for cold reads and writes, a copy out of a
 //! mapping for warm reads, an object per file for the choice of the format, and the time to open.
 //!
-//! `cargo bench --features uring --bench store_file -- [--dir DIR] [--mib N] [--objects N]`
+//! `cargo bench --features uring --bench store_file -- [--dir DIR] [--mib N] [--objects N] [--part P]`
 //!
 //! Every figure is the best of three rounds; the machine's noise only ever makes things slower. A figure is
 //! only comparable to the ones beside it. A row without its peer (fio is not installed) says so.
@@ -29,15 +29,23 @@ struct Options {
     dir: PathBuf,
     mib: usize,
     objects: usize,
+    /// One part only: `cold`, `warm`, `formats` or `opening`.
+    part: String,
 }
 
 fn options() -> Options {
-    let mut o = Options { dir: PathBuf::from("target/bench-store"), mib: 1024, objects: 1_000_000 };
+    let mut o = Options {
+        dir: PathBuf::from("target/bench-store"),
+        mib: 1024,
+        objects: 1_000_000,
+        part: String::new(),
+    };
     let args: Vec<String> = std::env::args().collect();
     for pair in args.windows(2) {
         match pair[0].as_str() {
             "--dir" => o.dir = PathBuf::from(&pair[1]),
             "--mib" => o.mib = pair[1].parse().unwrap(),
+            "--part" => o.part.clone_from(&pair[1]),
             "--objects" => o.objects = pair[1].parse().unwrap(),
             _ => {}
         }
@@ -49,10 +57,13 @@ fn main() {
     let o = options();
     std::fs::create_dir_all(&o.dir).unwrap();
     println!("{} MiB of objects in {}, batches of {BATCH}, best of {ROUNDS}", o.mib, o.dir.display());
-    cold(&o);
-    warm(&o);
-    formats(&o);
-    opening(&o);
+    let parts: [(&str, fn(&Options)); 4] =
+        [("cold", cold), ("warm", warm), ("formats", formats), ("opening", opening)];
+    for (name, run) in parts {
+        if o.part.is_empty() || o.part == name {
+            run(&o);
+        }
+    }
 }
 
 /// GB/s of the fastest of some rounds.
@@ -381,13 +392,13 @@ fn opening(o: &Options) {
     for (what, cold) in [("page cache warm", false), ("page cache dropped", true)] {
         let dropped = cold && drop_caches();
         let before = resident_mib();
-        let start = Instant::now();
+        let (start, cpu) = (Instant::now(), cpu_s());
         let store = FileStore::open(c.clone()).unwrap();
-        let time = start.elapsed();
+        let (time, cpu) = (start.elapsed(), cpu_s() - cpu);
         let recovery = store.recovery();
         assert_eq!(recovery.pages as usize, o.objects);
         println!(
-            "{what:<58} {:>7.2} s      {} segments, {:.0} MiB of memory{}",
+            "{what:<58} {:>7.2} s      of these {cpu:.2} s on a core, {} segments, {:.0} MiB of memory{}",
             time.as_secs_f64(),
             recovery.segments_indexed + recovery.segments_scanned,
             resident_mib() - before,
@@ -395,6 +406,12 @@ fn opening(o: &Options) {
         );
     }
     fresh(&o.dir, "opening");
+}
+
+/// Seconds that this thread has had a core: what is left of a time on a machine shared with others.
+fn cpu_s() -> f64 {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
+    text.split(' ').next().and_then(|ns| ns.parse::<f64>().ok()).unwrap_or(0.0) / 1e9
 }
 
 fn resident_mib() -> f64 {

@@ -49,24 +49,23 @@ impl Index {
         self.spaces.get(id as usize).copied()
     }
 
-    /// Sets or replaces a page and keeps the live counts.
-    pub(super) fn insert(&mut self, key: StoreKey, loc: Loc) {
-        let old = self.pages.insert(key, loc);
-        self.live(loc.segment, 1);
-        if let Some(old) = old {
-            self.live(old.segment, -1);
+    /// Sets or replaces a page, which lies in `segment`, and keeps the live counts.
+    pub(super) fn insert_in(&mut self, segment: &Segment, key: StoreKey, loc: Loc) {
+        segment.live.fetch_add(1, Relaxed);
+        if let Some(old) = self.pages.insert(key, loc) {
+            self.live_less(old.segment);
         }
     }
 
     pub(super) fn remove(&mut self, key: &StoreKey) -> Option<Loc> {
         let loc = self.pages.remove(key)?;
-        self.live(loc.segment, -1);
+        self.live_less(loc.segment);
         Some(loc)
     }
 
-    fn live(&self, segment: u32, by: i64) {
+    fn live_less(&self, segment: u32) {
         if let Some(s) = self.segments.get(&segment) {
-            s.live.fetch_add(by as u64, Relaxed);
+            s.live.fetch_sub(1, Relaxed);
         }
     }
 
@@ -304,7 +303,7 @@ impl Log {
             let there = index.segments.contains_key(&id);
             if there {
                 let space = index.space_id(space);
-                index.insert(key, Loc { segment: id, unit, payload, space });
+                index.insert_in(&place.segment, key, Loc { segment: id, unit, payload, space });
             }
             there
         };

@@ -149,12 +149,19 @@ impl Loading {
 
     fn apply(&mut self, segment: &Segment, entries: &[Entry]) {
         let id = segment.head.id;
+        self.index.pages.reserve(entries.len());
+        // Neighbours are mostly of one space.
+        let mut last = None;
         for e in entries {
             match e.kind {
                 Kind::Page => {
-                    let space = self.index.space_id(e.space);
+                    let space = match last {
+                        Some((space, id)) if space == e.space => id,
+                        _ => self.index.space_id(e.space),
+                    };
+                    last = Some((e.space, space));
                     let loc = Loc { segment: id, unit: e.unit, payload: e.payload, space };
-                    self.index.insert(e.key, loc);
+                    self.index.insert_in(segment, e.key, loc);
                 }
                 Kind::Removal => {
                     segment.marks.fetch_add(1, Relaxed);
