@@ -8,22 +8,27 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::action::{Action, PageOutcome, StoreItem};
+use super::config::StoreConfig;
 use super::core::Core;
 use crate::base::containers::{Map, Set};
 use crate::base::{NamespaceId, NodeId, OpId, Time};
 use crate::tree::{StorePlan, TreeError};
 
+/// A node whose last write failed.
 #[derive(Clone, Copy, Debug)]
-struct Queued {
-    node: NodeId,
-    attempt: u32,
+struct Failing {
+    /// Failed writes in a row. At the configured most the node is given up, and with it what lies below.
+    attempts: u32,
+    /// No write before.
+    until: Time,
 }
 
 /// One node being written.
 #[derive(Debug)]
 struct Write {
+    node: NodeId,
     /// The entry it is written for: its node, or one below it.
-    queued: Queued,
+    entry: NodeId,
     namespace: NamespaceId,
     plan: StorePlan,
     outcomes: Vec<Option<PageOutcome>>,
@@ -35,11 +40,15 @@ struct Write {
 /// Store writes in flight and waiting.
 #[derive(Debug, Default)]
 pub(super) struct Storage {
-    queue: VecDeque<Queued>,
-    retries: BTreeMap<(Time, u64), Queued>,
-    /// Nodes of `retries`. One retry stands for a whole path, however many of its nodes failed: with one for
-    /// each, every round would multiply them by the length of the path.
+    queue: VecDeque<NodeId>,
+    retries: BTreeMap<(Time, u64), NodeId>,
+    /// The entries of `retries`: one retry stands for a whole path, however many of its nodes failed.
     retrying: Set<NodeId>,
+    /// By node, not by entry: a node above many entries is tried as often as any other. Only looked up, never
+    /// walked in an order that counts.
+    failing: Map<NodeId, Failing>,
+    /// Nodes of `failing` that are given up.
+    given_up: u32,
     retry_seq: u64,
     writes: Map<OpId, Write>,
     /// Writes with pages not issued yet, oldest first.
@@ -80,7 +89,7 @@ impl Core {
             self.stats.store_queue_full_nodes += 1;
             return;
         }
-        self.storage.queue.push_back(Queued { node, attempt: 0 });
+        self.storage.queue.push_back(node);
         self.pump_storage();
     }
 
@@ -92,29 +101,36 @@ impl Core {
                 break;
             }
             if let Some(due) = self.storage.retries.remove(&(at, seq)) {
-                self.storage.retrying.remove(&due.node);
+                self.storage.retrying.remove(&due);
                 self.storage.queue.push_back(due);
             }
         }
         while self.storage.pages_in_flight + config.batch_pages <= config.pages_in_flight_max {
             if let Some(&op) = self.storage.unissued.front() {
                 self.issue_write(op, config.batch_pages as usize);
-            } else if let Some(queued) = self.storage.queue.pop_front() {
-                self.begin_writes(queued);
+            } else if let Some(entry) = self.storage.queue.pop_front() {
+                self.begin_writes(entry, config.attempts_max);
             } else {
                 return;
             }
         }
     }
 
-    /// Starts a write for every node on the path that needs one, from the root down.
-    fn begin_writes(&mut self, queued: Queued) {
-        let Ok(path) = self.unstored_path(queued.node) else { return };
+    /// Starts a write for every node on the path that needs one, from the root down. Waits while one of them must
+    /// not be tried yet; drops the entry if one of them is given up, because nothing below a hole is ever found.
+    fn begin_writes(&mut self, entry: NodeId, attempts_max: u32) {
+        let Ok(path) = self.unstored_path(entry) else { return };
+        let path = path.filter(|path| self.storage.failing_on(path).all(|f| f.attempts < attempts_max));
         let Some(path) = path else {
-            let pages = self.tree.node_pages(queued.node).unwrap_or(0);
+            let pages = self.tree.node_pages(entry).unwrap_or(0);
             self.stats.store_put_dropped_pages += u64::from(pages);
             return;
         };
+        let until = self.storage.failing_on(&path).map(|f| f.until).max().unwrap_or(Time::ZERO);
+        if until > self.now {
+            self.storage.retry(entry, until);
+            return;
+        }
         for &node in path.iter().rev() {
             let op = self.new_op();
             match self.tree.begin_store(op, node) {
@@ -125,7 +141,8 @@ impl Core {
                     self.storage.writes.insert(
                         op,
                         Write {
-                            queued,
+                            node,
+                            entry,
                             namespace,
                             plan,
                             outcomes: vec![None; pages],
@@ -202,11 +219,11 @@ impl Core {
         self.storage.pages_in_flight -= (last - first) as u32;
         self.digest.mix(op.0);
         if write.outcomes.iter().all(Option::is_some) {
-            self.write_ended(op, config.attempts_max, config.retry_ms);
+            self.write_ended(op, &config);
         }
     }
 
-    fn write_ended(&mut self, op: OpId, attempts_max: u32, retry_ms: u64) {
+    fn write_ended(&mut self, op: OpId, config: &StoreConfig) {
         let Some(write) = self.storage.writes.remove(&op) else { return };
         let stored: Vec<bool> = write.outcomes.iter().map(|o| *o == Some(PageOutcome::Done)).collect();
         let done = stored.iter().filter(|&&s| s).count();
@@ -217,20 +234,53 @@ impl Core {
             self.violation("a store write in flight is unknown to the tree");
         }
         if failed == 0 {
+            self.storage.succeeded(write.node, config.attempts_max);
             return;
         }
-        let attempt = write.queued.attempt + 1;
-        if attempt >= attempts_max {
-            self.stats.store_put_dropped_pages += failed as u64;
-            return;
+        match self.storage.failed(write.node, self.now, config) {
+            Some(until) => self.storage.retry(write.entry, until),
+            None => self.stats.store_put_dropped_pages += failed as u64,
         }
-        if !self.storage.retrying.insert(write.queued.node) {
-            return;
+    }
+}
+
+impl Storage {
+    fn failing_on(&self, path: &[NodeId]) -> impl Iterator<Item = &Failing> {
+        path.iter().filter_map(|node| self.failing.get(node))
+    }
+
+    /// Queues an entry again at `at`, unless it waits already.
+    fn retry(&mut self, entry: NodeId, at: Time) {
+        if self.retrying.insert(entry) {
+            self.retry_seq += 1;
+            self.retries.insert((at, self.retry_seq), entry);
         }
-        let wait_ms = retry_ms.saturating_mul(1 << attempt.min(16));
-        let at = self.now + wait_ms.saturating_mul(1000);
-        self.storage.retry_seq += 1;
-        let seq = self.storage.retry_seq;
-        self.storage.retries.insert((at, seq), Queued { attempt, ..write.queued });
+    }
+
+    /// The store takes pages: what was given up may be tried again by those who come for it.
+    fn succeeded(&mut self, node: NodeId, attempts_max: u32) {
+        self.failing.remove(&node);
+        if self.given_up > 0 {
+            self.failing.retain(|_, f| f.attempts < attempts_max);
+            self.given_up = 0;
+        }
+    }
+
+    /// When the node may be tried again; `None`: it is given up.
+    fn failed(&mut self, node: NodeId, now: Time, config: &StoreConfig) -> Option<Time> {
+        // Nodes that were evicted meanwhile leave their record behind; start anew rather than grow.
+        if self.failing.len() >= config.queue_nodes_max as usize {
+            self.failing.clear();
+            self.given_up = 0;
+        }
+        let record = self.failing.entry(node).or_insert(Failing { attempts: 0, until: now });
+        record.attempts += 1;
+        let wait_ms = config.retry_ms.saturating_mul(1 << record.attempts.min(16));
+        record.until = now + wait_ms.saturating_mul(1000);
+        if record.attempts < config.attempts_max {
+            return Some(record.until);
+        }
+        self.given_up += 1;
+        None
     }
 }

@@ -104,6 +104,15 @@ fn a_device_hardly_larger_than_a_request_still_finishes() {
 }
 
 #[test]
+fn two_prompts_that_fill_the_device_do_not_take_turns_for_ever() {
+    let report = replay(
+        "--page-size 128 --device-pages 125 --host-pages 250 --requests 200 --seed 743 --write-policy write-back \
+         --abort-rate 0.5 --speedup 5 --chunk-tokens 100 --h2d-gb-per-s 1 --d2h-gb-per-s 1 --store none --no-decode",
+    );
+    assert!(number(&report, "/retracted") <= number(&report, "/requests"));
+}
+
+#[test]
 fn a_second_run_finds_the_first_in_the_store() {
     let store = tempfile::tempdir().unwrap();
     let line = format!(

@@ -364,16 +364,22 @@ impl<'a> Scheduler<'a> {
             if !answering || enough_coming || newest <= at {
                 return Ok(false);
             }
-            self.send_back(newest)?;
-            self.counts.retracted += 1;
+            self.retract(newest)?;
         }
+    }
+
+    /// Sends a running request back so that older ones find room. Nobody is admitted before one of them has left:
+    /// the request would take hold of its cached pages again, and the two would take turns for ever.
+    fn retract(&mut self, at: usize) -> Result<(), RunError> {
+        self.full = true;
+        self.counts.retracted += 1;
+        self.send_back(at)
     }
 
     /// Sends a running request back to the head of the queue. What it has published stays cached.
     fn send_back(&mut self, at: usize) -> Result<(), RunError> {
         let session = self.running.remove(at);
         let known = session.prompt_end.max((session.kv + 1).min(session.tokens.len()));
-        self.full = false;
         self.calls.abort(session.request)?;
         self.waiting.push_front(Waiting::back(session.job, known, session.abort));
         Ok(())
@@ -463,8 +469,7 @@ impl<'a> Scheduler<'a> {
         }
         // Nothing is on its way and nobody can go on: somebody has to give up pages.
         if self.running.len() > 1 {
-            self.send_back(self.running.len() - 1)?;
-            self.counts.retracted += 1;
+            self.retract(self.running.len() - 1)?;
         } else if let Some(session) = self.running.pop() {
             self.calls.abort(session.request)?;
             self.counts.rejected += 1;
