@@ -9,8 +9,14 @@ pub mod engine;
 pub mod key;
 #[cfg(feature = "sim")]
 pub mod model;
+pub mod pd;
 pub mod pool;
 #[cfg(feature = "sim")]
 pub mod sim;
 pub mod tiers;
 pub mod tree;
+
+/// The code of `docs/EMBEDDING.md` is compiled and run with the documentation tests.
+#[cfg(all(doctest, feature = "host"))]
+#[doc = include_str!("../docs/EMBEDDING.md")]
+struct EmbeddingPage;

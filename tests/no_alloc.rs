@@ -115,3 +115,22 @@ fn an_insert_allocates_per_node_and_not_per_page() {
     assert!(short <= 2 * 64 + 8, "{short}");
     assert!(long <= 2 * 64 + 8, "{long}");
 }
+
+#[test]
+fn a_cache_at_capacity_replaces_without_allocating() {
+    let mut tree = tree(Policy::Lru);
+    let (mut out, mut gone) = (InsertOut::default(), DeviceEviction::default());
+    let mut row: Vec<u32> = vec![0; 320];
+    let mut round = |first: u32| {
+        for s in first..first + 200 {
+            gone.clear();
+            tree.evict_device(20, Unbacked::Delete, &mut gone);
+            assert_eq!(gone.freed_device.len(), 20);
+            row.iter_mut().enumerate().for_each(|(i, t)| *t = s * 1_000_000 + i as u32);
+            let key = Key::new(NamespaceId::DEFAULT, &row);
+            tree.insert(key, &gone.freed_device, 0, InsertOpts::default(), &mut out).unwrap();
+        }
+    };
+    round(1_000);
+    assert_eq!(allocations(|| round(2_000)), 0);
+}

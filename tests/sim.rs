@@ -48,6 +48,8 @@ fn run(seed: u64) -> Report {
             window_batches: 1 + pick(44, 3) as u32,
             host_share_percent: [50, 100][pick(48, 2) as usize],
         },
+        exclusive: pick(54, 2) == 1,
+        write_ahead_percent: [0, 20][pick(55, 2) as usize],
         loads_in_flight_max: 1 + pick(52, 4) as u32,
         ..CoreConfig::device_only(page_size, Capacity::Pages(8 + pick(56, 20) as u32))
     };

@@ -1,18 +1,19 @@
 //! A device that copies in the order that hurts most.
 
-use sapwood::backend::device::{SoftDevice, TransferId};
+use sapwood::backend::device::{CopyFault, SoftDevice, SoftFault, TransferId};
 
 /// Drives a manual device between two steps of the scheduler.
 pub struct Adversary {
     state: u64,
     mood: u64,
+    faults: bool,
     turns: u64,
 }
 
 impl Adversary {
     /// An adversary; the seed sets its mood.
     pub fn new(seed: u64) -> Adversary {
-        Adversary { state: seed, mood: seed % 4, turns: 0 }
+        Adversary { state: seed, mood: seed % 4, faults: seed.is_multiple_of(3), turns: 0 }
     }
 
     fn roll(&mut self) -> u64 {
@@ -24,9 +25,14 @@ impl Adversary {
     }
 
     /// Copies a few pages, of some transfers, in some order: any direction at random, the oldest or the youngest
-    /// transfer last of all, or nothing for a long time and then everything.
+    /// transfer last of all, or nothing for a long time and then everything. Under every third seed many copies fail.
     pub fn act(&mut self, device: &SoftDevice) {
         self.turns += 1;
+        if self.faults && self.turns.is_multiple_of(5) {
+            let after_units = (self.roll() % 3) as u32;
+            let fault = CopyFault { code: 700, quiescent: true };
+            device.inject(SoftFault { skip_jobs: self.roll() % 8, after_units, fault });
+        }
         if self.mood == 3 {
             if self.turns.is_multiple_of(13) {
                 device.finish_all();

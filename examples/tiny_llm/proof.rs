@@ -56,6 +56,7 @@ pub fn setups(threads: usize) -> Vec<Setup> {
             tiers,
         ),
         setup("write-back", Options { write: WritePolicy::WriteBack, ..tiny.clone() }, tiers),
+        setup("inclusive", Options { write: THROUGH, exclusive: false, ..tiny.clone() }, tiers),
         setup("tiny host too", Options { write: THROUGH, host_pages: 60, ..tiny.clone() }, Shows::default()),
         setup(
             "store",

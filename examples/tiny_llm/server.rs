@@ -8,7 +8,7 @@ use sapwood::backend::store::Store;
 use sapwood::base::{Fence, NamespaceId, PageId, Tier, Time};
 use sapwood::engine::{PrefixCache, Request};
 use sapwood::key::Namespace;
-use sapwood::pool::{Capacities, Capacity};
+use sapwood::pool::{Capacities, Capacity, PoolKind};
 use sapwood::tiers::{
     Alloc, LoadBack, LoadState, Prefetch, PrefetchConfig, PrefetchPolicy, PrefetchState, Refusal, Stats,
     WritePolicy,
@@ -42,6 +42,8 @@ pub struct Options {
     pub host_pages: u32,
     /// When the host gets a copy.
     pub write: WritePolicy,
+    /// Whether device and host together cache what their sum can hold, or the host mirrors the device.
+    pub exclusive: bool,
     /// Store, if there is one.
     pub store: Option<Arc<dyn Store>>,
     /// Threads that compute, and threads that call the store.
@@ -66,6 +68,7 @@ impl Options {
             device_pages: 1024,
             host_pages: 0,
             write: WritePolicy::None,
+            exclusive: true,
             store: None,
             threads: 1,
             hardware: Hardware::Threads,
@@ -150,6 +153,7 @@ impl<'m> Server<'m> {
             .device(device.clone())
             .host_pages(Capacity::Pages(options.host_pages))
             .write_policy(options.write)
+            .exclusive(options.exclusive)
             .store_threads(options.threads)
             .prefetch(PrefetchConfig {
                 policy: PrefetchPolicy::WaitComplete,
@@ -158,6 +162,16 @@ impl<'m> Server<'m> {
                 window_batches: 2,
                 host_share_percent: 75,
             });
+        if !options.publish_early {
+            // Pages nobody owns hold garbage. Where computation is launched late it may still need them.
+            let memory = device.clone();
+            builder = builder.on_free(move |tier, page| {
+                if tier == Tier::Device {
+                    // A page that cannot be written now is one that a copy is about to write.
+                    let _ = memory.poison(PoolKind::Full, page);
+                }
+            });
+        }
         if let Some(store) = &options.store {
             builder = builder.store(Arc::clone(store));
         }

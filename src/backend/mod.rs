@@ -11,3 +11,5 @@ pub mod probe;
 pub mod region;
 #[cfg(feature = "host")]
 pub mod store;
+#[cfg(feature = "host")]
+pub mod transport;

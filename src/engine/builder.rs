@@ -263,7 +263,7 @@ impl Builder {
         self
     }
 
-    /// See [`CoreConfig::exclusive`]. Default: on.
+    /// See [`CoreConfig::exclusive`]. Default: off.
     pub fn exclusive(mut self, exclusive: bool) -> Self {
         self.exclusive = exclusive;
         self

@@ -58,6 +58,35 @@ impl From<FinishError> for CacheError {
 /// [`prefetch`](Self::prefetch) and another match when it has ended, [`load_back`](Self::load_back),
 /// [`alloc`](Self::alloc), compute, [`checkpoint`](Self::checkpoint) as often as wanted,
 /// [`finish`](Self::finish). Call [`tick`](Self::tick) once per scheduler step.
+///
+/// ```
+/// use std::sync::Arc;
+/// use sapwood::backend::device::SoftDevice;
+/// use sapwood::base::{Fence, NamespaceId};
+/// use sapwood::engine::PrefixCache;
+/// use sapwood::pool::{Capacities, Capacity, Geometry, Plane};
+/// use sapwood::tiers::Alloc;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let geometry = Arc::new(Geometry::builder(4).plane(Plane::target(2, 64)).build()?);
+/// let device = SoftDevice::threaded(Arc::clone(&geometry), Capacities::full(Capacity::Pages(8)))?;
+/// let mut cache = PrefixCache::builder(geometry).device(device).build()?;
+///
+/// let mut first = cache.request(NamespaceId::DEFAULT);
+/// assert_eq!(cache.alloc(&mut first, 3)?, Alloc::Granted);
+/// cache.finish(first, &[1, 2, 3, 4, 5, 6, 7, 8, 9], Fence::SETTLED)?;
+///
+/// let mut second = cache.request(NamespaceId::DEFAULT);
+/// let found = cache.match_prefix(&mut second, &[1, 2, 3, 4, 5, 6, 7, 8, 30])?;
+/// assert_eq!((found.device_tokens, cache.pages(&second)?.len()), (8, 2));
+/// drop(second); // aborts it; what it held is back at the next call
+///
+/// fn can_move_between_threads<T: Send>(_: &T) {}
+/// can_move_between_threads(&cache);
+/// # Ok(())
+/// # }
+/// ```
+/// `docs/EMBEDDING.md` goes through every step.
 #[derive(Debug)]
 pub struct PrefixCache {
     geometry: Arc<Geometry>,
@@ -108,6 +137,10 @@ impl PrefixCache {
     /// See [`Core::match_prefix`].
     pub fn match_prefix(&mut self, request: &mut Request, tokens: &[u32]) -> Result<MatchInfo, CacheError> {
         self.take_drops();
+        if self.core.load_state(request.id()) == Ok(LoadState::Failed) {
+            // It gives its own pages back, and what was launched on them may still run.
+            self.core.launched(self.executor.launched());
+        }
         let found = self.core.match_prefix(request.id(), tokens);
         self.run_actions(self.now);
         Ok(found?)

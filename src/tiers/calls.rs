@@ -80,6 +80,7 @@ impl Core {
             return Ok(Alloc::Refused { short_pages: pages, coming_pages: 0 });
         }
         self.stats.allocated_pages += u64::from(pages);
+        self.ahead_due = true;
         self.digest.mix(u64::from(pages));
         Ok(Alloc::Granted)
     }
@@ -194,8 +195,16 @@ impl Core {
         Ok(())
     }
 
+    /// Tells of computation that no call for a request names: copies issued from now on come after `last_use`. To be
+    /// called before a request whose load failed matches again, if anything was launched on its own pages. O(1).
+    pub fn launched(&mut self, last_use: Fence) {
+        self.record(|| Op::Launched(last_use));
+        self.fence = self.fence.and(last_use);
+    }
+
     /// Gives back own pages, lock and pin; the prefetch goes on.
     fn release_holdings(&mut self, id: RequestId) -> Result<(), CoreError> {
+        self.ahead_due = true;
         let request = self.request_mut(id)?;
         let own = request.own().to_vec();
         let lock = request.lock.take();

@@ -157,7 +157,7 @@ impl CoreConfig {
             store: None,
             write: WritePolicy::None,
             prefetch: PrefetchConfig::default(),
-            exclusive: true,
+            exclusive: false,
             write_ahead_percent: 5,
             loads_in_flight_max: 64,
         }

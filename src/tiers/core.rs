@@ -84,6 +84,8 @@ pub struct Core {
     pub(super) fence: Fence,
     /// Pages freed since the last look, for an embedder that scrubs them.
     freed: Option<Vec<(Tier, PageId)>>,
+    /// Requests have taken or let go of device pages since the last write-ahead.
+    pub(super) ahead_due: bool,
     next_op: u64,
 }
 
@@ -116,6 +118,7 @@ impl Core {
             fence: Fence::SETTLED,
             freed: None,
             log: None,
+            ahead_due: false,
             next_op: 0,
         })
     }

@@ -40,6 +40,8 @@ pub enum Op {
     Finish(RequestId, Vec<u32>, Fence),
     /// [`Core::abort`].
     Abort(RequestId, Fence),
+    /// [`Core::launched`].
+    Launched(Fence),
     /// [`Core::tick`].
     Tick(Time),
     /// [`Core::handle`].
@@ -88,6 +90,7 @@ impl Op {
             Op::Checkpoint(id, tokens, fence) => drop(core.checkpoint(*id, tokens, *fence)),
             Op::Finish(id, tokens, fence) => drop(core.finish(*id, tokens, *fence)),
             Op::Abort(id, fence) => drop(core.abort(*id, *fence)),
+            Op::Launched(fence) => core.launched(*fence),
             Op::Tick(now) => core.tick(*now),
             Op::Event(event) => core.handle(event.clone()),
         }
@@ -207,6 +210,7 @@ impl fmt::Display for Op {
                 words(&mut line, tokens);
             }
             Op::Abort(id, fence) => line = format!("{} {}", with("abort", id), fence.number()),
+            Op::Launched(fence) => line = format!("launched {}", fence.number()),
             Op::Tick(now) => line = format!("tick {}", now.0),
             Op::Event(event) => event_text(event, &mut line),
         }
@@ -329,6 +333,7 @@ impl FromStr for Op {
                 Op::Finish(id, w.rest()?, fence)
             }
             "abort" => Op::Abort(w.id()?, w.fence()?),
+            "launched" => Op::Launched(w.fence()?),
             "tick" => Op::Tick(Time(w.number()?)),
             "copied" => Op::Event(Event::Copied { op: w.op()?, ok: w.number::<u8>()? != 0 }),
             "layers" => Op::Event(Event::LayerCopied { op: w.op()?, layers: w.number()? }),
@@ -506,6 +511,7 @@ mod tests {
             Op::Checkpoint(id, vec![1, 2], Fence::after(8)),
             Op::Finish(id, vec![], Fence::SETTLED),
             Op::Abort(id, Fence::after(u64::MAX)),
+            Op::Launched(Fence::after(12)),
             Op::Tick(Time(77)),
             Op::Event(Event::Copied { op, ok: true }),
             Op::Event(Event::LayerCopied { op, layers: 2 }),

@@ -75,9 +75,11 @@ impl Core {
         self.free_host(&pages);
     }
 
-    /// Writes to the host, ahead of need, what is next in line to leave the device without a copy.
+    /// Writes to the host, ahead of need, what is next in line to leave the device without a copy. Only after requests
+    /// have done something: room for one copy may come from another, so a core that nobody uses would else write in
+    /// circles.
     pub(super) fn write_ahead(&mut self) {
-        if !self.config.backs_up_on_eviction() {
+        if !std::mem::take(&mut self.ahead_due) || !self.config.backs_up_on_eviction() {
             return;
         }
         let deep = u64::from(self.device.capacity()) * u64::from(self.config.write_ahead_percent) / 100;

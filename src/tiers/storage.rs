@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use super::action::{Action, PageOutcome, StoreItem};
 use super::core::Core;
-use crate::base::containers::Map;
+use crate::base::containers::{Map, Set};
 use crate::base::{NamespaceId, NodeId, OpId, Time};
 use crate::tree::{StorePlan, TreeError};
 
@@ -22,6 +22,7 @@ struct Queued {
 /// One node being written.
 #[derive(Debug)]
 struct Write {
+    /// The entry it is written for: its node, or one below it.
     queued: Queued,
     namespace: NamespaceId,
     plan: StorePlan,
@@ -36,6 +37,9 @@ struct Write {
 pub(super) struct Storage {
     queue: VecDeque<Queued>,
     retries: BTreeMap<(Time, u64), Queued>,
+    /// Nodes of `retries`. One retry stands for a whole path, however many of its nodes failed: with one for
+    /// each, every round would multiply them by the length of the path.
+    retrying: Set<NodeId>,
     retry_seq: u64,
     writes: Map<OpId, Write>,
     /// Writes with pages not issued yet, oldest first.
@@ -87,8 +91,10 @@ impl Core {
             if at > self.now {
                 break;
             }
-            let due = self.storage.retries.remove(&(at, seq));
-            self.storage.queue.extend(due);
+            if let Some(due) = self.storage.retries.remove(&(at, seq)) {
+                self.storage.retrying.remove(&due.node);
+                self.storage.queue.push_back(due);
+            }
         }
         while self.storage.pages_in_flight + config.batch_pages <= config.pages_in_flight_max {
             if let Some(&op) = self.storage.unissued.front() {
@@ -114,7 +120,6 @@ impl Core {
             match self.tree.begin_store(op, node) {
                 Ok(plan) => {
                     let pages = plan.host_pages.len();
-                    let queued = Queued { node, attempt: queued.attempt };
                     let namespace =
                         self.tree.namespace_of(node).ok().flatten().unwrap_or(NamespaceId::DEFAULT);
                     self.storage.writes.insert(
@@ -217,6 +222,9 @@ impl Core {
         let attempt = write.queued.attempt + 1;
         if attempt >= attempts_max {
             self.stats.store_put_dropped_pages += failed as u64;
+            return;
+        }
+        if !self.storage.retrying.insert(write.queued.node) {
             return;
         }
         let wait_ms = retry_ms.saturating_mul(1 << attempt.min(16));

@@ -69,31 +69,37 @@ impl Core {
             // A backed-up node above an un-backed victim is listed too; it leaves by demotion when its child has.
             let Some(plan) = self.plan_with_room(node) else { continue };
             if !self.start_backup(&plan, Some(node)) {
-                freed += self.drop_leaf(node);
+                freed += self.drop_leaf(node, Refusal::NoHostPages);
             }
         }
     }
 
-    /// What to copy so that `node` is backed up, after host room was made for it as far as possible. Making room may
-    /// give up host copies on the very path, so it is planned anew afterwards. `None`: nothing to do.
+    /// What to copy so that `node` is backed up, after host room was made for it as far as possible. The copies that the
+    /// plan rests on are pinned meanwhile: room would else be made by giving up the parent's, and the plan would grow
+    /// faster than the room. `None`: nothing to do.
     fn plan_with_room(&mut self, node: NodeId) -> Option<BackupPlan> {
         let mut plan = BackupPlan::default();
         self.tree.plan_backup(node, &mut plan).ok()?;
         if plan.device_pages.is_empty() {
             return None;
         }
+        let above = self.tree.parent(*plan.nodes.first()?).ok()??;
+        // Without a copy there is nothing to pin (write-back), and one in flight is pinned by its operation.
+        let pin = self.tree.pin_host(above).ok();
         self.make_host_room(plan.device_pages.len() as u32);
-        self.tree.plan_backup(node, &mut plan).ok()?;
+        if pin.is_some_and(|pin| self.tree.unpin_host(pin).is_err()) {
+            self.violation("a fresh pin is unknown");
+        }
         Some(plan)
     }
 
-    /// A victim that can have no host page leaves for good (B02: never demote what was not written).
-    fn drop_leaf(&mut self, node: NodeId) -> u32 {
+    /// A victim that can have no host copy leaves for good (B02: never demote what was not written).
+    fn drop_leaf(&mut self, node: NodeId, reason: Refusal) -> u32 {
         let mut gone = DeviceEviction::default();
         if self.tree.delete_leaf(node, &mut gone).is_err() {
             return 0;
         }
-        self.take_evicted(&gone, Refusal::NoHostPages);
+        self.take_evicted(&gone, reason);
         gone.freed_device.len() as u32
     }
 
@@ -155,6 +161,10 @@ impl Core {
             BackupOutcome::Failed { returned } => {
                 self.stats.backup_failed_pages += returned.len() as u64;
                 self.free_host(&returned);
+                if let Some(victim) = backup.victim {
+                    // Whoever waits for its pages would else wait for ever, if copies keep failing.
+                    self.drop_leaf(victim, Refusal::NotBackedUp);
+                }
             }
             BackupOutcome::Published { nodes } => {
                 self.stats.backed_up_pages += u64::from(backup.pages);

@@ -251,8 +251,9 @@ impl Tree {
         let node = &mut self.arena.nodes[at as usize];
         let parent = node.parent;
         let (was, is) = (node.host != Residency::Absent, to != Residency::Absent);
-        node.host = to;
+        let before = std::mem::replace(&mut node.host, to);
         self.account(at, true);
+        self.note(at, Tier::Host, before == Residency::Present, to == Residency::Present);
         let up = &mut self.arena.nodes[parent as usize];
         match (was, is) {
             (false, true) => up.kids_host += 1,

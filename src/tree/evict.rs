@@ -188,6 +188,26 @@ impl Tree {
         done
     }
 
+    /// Gives up every host copy: the host tier is being detached. The pages are appended to `out`. O(nodes).
+    ///
+    /// # Errors
+    /// An operation in flight, or a pinned host copy, or a locked node that is only on the host. Nothing is changed.
+    pub fn detach_host(&mut self, out: &mut Vec<PageId>) -> Result<(), TreeError> {
+        if self.stats.ops > 0 {
+            return Err(TreeError::OpsInFlight(self.stats.ops));
+        }
+        let held = self.arena.live().filter(|&at| at != ROOT).find(|&at| {
+            let node = &self.arena.nodes[at as usize];
+            node.own_pins > 0 || node.device != Residency::Present && node.own_locks > 0
+        });
+        if let Some(at) = held {
+            return Err(TreeError::InUse(self.arena.id(at)));
+        }
+        self.evict_host(u32::MAX, out);
+        self.reclaim_mirrors(u32::MAX, out);
+        Ok(())
+    }
+
     /// Lists the nodes without a host copy, and worth one, among the first `within_pages` pages of the device order: what will have to
     /// be written when room is made, so that it can be written before. Nodes with a backup in flight are not listed.
     /// Under a heap policy nothing is known ahead and nothing is listed. O(nodes in that range).

@@ -3,9 +3,9 @@
 use crate::base::PageId;
 use crate::key::{Key, hash_pages};
 
-use super::node::{NO_PAGE, ROOT, Residency, Run};
+use super::node::{NO_PAGE, ROOT, Residency};
 use super::walk::Walk;
-use super::{InsertComponents, InsertOpts, InsertOut, Inserted, Tree, TreeError};
+use super::{DeviceLock, InsertComponents, InsertOpts, InsertOut, Inserted, Tree, TreeError};
 
 impl Tree {
     /// Puts the whole pages of `key` into the tree. `pages` has one page per whole page of the key, from the root on;
@@ -30,6 +30,29 @@ impl Tree {
         self.insert_with(key, pages, owned_from, InsertComponents::default(), opts, out)
     }
 
+    /// [`insert_with`](Tree::insert_with) for a request that holds a lock: the locked prefix is not compared again, except
+    /// for its last page. `key` is the whole key and must begin with what was matched when the lock was taken.
+    ///
+    /// # Errors
+    /// As `insert_with`; also a receipt of another tree or of before a reset, or a key that does not continue it.
+    #[expect(clippy::too_many_arguments, reason = "the arguments of `insert_with` and the lock")]
+    pub fn insert_from(
+        &mut self,
+        held: &DeviceLock,
+        key: Key<'_>,
+        pages: &[PageId],
+        owned_from: u32,
+        components: InsertComponents<'_>,
+        opts: InsertOpts,
+        out: &mut InsertOut,
+    ) -> Result<Inserted, TreeError> {
+        out.returned.clear();
+        out.canonical.clear();
+        self.check_key(key)?;
+        let anchor = self.check_continues(held, key)?;
+        self.insert_below(anchor, key, pages, owned_from, components, opts, out)
+    }
+
     /// [`insert`](Tree::insert) with pages of components. Those from `owned_from` on are handed over: they fill what is
     /// missing in the tree, tombstones included; the others become free ([`drain_freed`](Tree::drain_freed)).
     ///
@@ -47,13 +70,36 @@ impl Tree {
         out.returned.clear();
         out.canonical.clear();
         self.check_key(key)?;
+        self.insert_below(ROOT, key, pages, owned_from, components, opts, out)
+    }
+
+    /// The insert proper; the path to `start` is known to be the key's.
+    #[expect(clippy::too_many_arguments, reason = "the arguments of `insert_with` and the start")]
+    fn insert_below(
+        &mut self,
+        start: u32,
+        key: Key<'_>,
+        pages: &[PageId],
+        owned_from: u32,
+        components: InsertComponents<'_>,
+        opts: InsertOpts,
+        out: &mut InsertOut,
+    ) -> Result<Inserted, TreeError> {
         let whole = key.pages(self.page_size);
         if pages.len() != whole as usize {
             return Err(TreeError::PageCount { want: whole, got: pages.len() });
         }
         let mut path = std::mem::take(&mut self.path);
         path.clear();
-        let walk = self.walk(ROOT, key, |at, _| path.push(at));
+        let mut at = start;
+        while at != ROOT {
+            path.push(at);
+            at = self.arena.nodes[at as usize].parent;
+        }
+        path.reverse();
+        let known = self.arena.nodes[start as usize].end();
+        let mut walk = self.walk(start, key.from_page(known, self.page_size), |at, _| path.push(at));
+        walk.pages += known;
         let checked = self
             .check_insert(&path, walk, pages, owned_from)
             .and_then(|()| self.check_components(&path, walk.pages, whole, owned_from, components));
@@ -200,12 +246,10 @@ impl Tree {
         let p = self.page_size as usize;
         let (from, whole) = (from as usize, pages.len());
         let tokens = &key.tokens[from * p..whole * p + self.view.overlap()];
-        let mut run = Run {
-            tokens: tokens.to_vec(),
-            device: pages[from..].to_vec(),
-            pages: (whole - from) as u32,
-            ..Run::default()
-        };
+        let mut run = self.arena.take_run();
+        run.tokens.extend_from_slice(tokens);
+        run.device.extend_from_slice(&pages[from..]);
+        run.pages = (whole - from) as u32;
         if self.hashing {
             let prior = self.prior_hash(parent, key.ns);
             run.hashes.reserve_exact(whole - from);

@@ -264,8 +264,9 @@ impl Tree {
         let node = &mut self.arena.nodes[at as usize];
         let parent = node.parent;
         let (was, is) = (node.device != Residency::Absent, to != Residency::Absent);
-        node.device = to;
+        let before = std::mem::replace(&mut node.device, to);
         self.account(at, true);
+        self.note(at, Tier::Device, before == Residency::Present, to == Residency::Present);
         let up = &mut self.arena.nodes[parent as usize];
         match (was, is) {
             (false, true) => up.kids_device += 1,

@@ -94,14 +94,18 @@ impl Tree {
                 self.arena.nodes[at as usize].locks = locks.saturating_add(1);
                 return;
             }
-            self.account(at, false);
-            self.arena.nodes[at as usize].locks = 1;
-            self.account(at, true);
-            self.refresh(at);
+            let node = &mut self.arena.nodes[at as usize];
+            node.locks = 1;
+            let (parent, pages, on_device) = (node.parent, node.pages, node.device == Residency::Present);
+            self.orders.leave(&mut self.arena, at);
             if at == ROOT {
                 return;
             }
-            at = self.arena.nodes[at as usize].parent;
+            if on_device {
+                self.stats.device_pages_evictable -= pages;
+                self.stats.device_pages_protected += pages;
+            }
+            at = parent;
         }
     }
 
@@ -113,16 +117,18 @@ impl Tree {
                 self.arena.nodes[at as usize].locks -= 1;
                 return;
             }
-            self.account(at, false);
             let node = &mut self.arena.nodes[at as usize];
-            node.locks = 0;
-            node.tick = self.orders.tick;
-            self.account(at, true);
-            self.refresh(at);
+            (node.locks, node.tick) = (0, self.orders.tick);
             if at == ROOT {
                 return;
             }
-            at = self.arena.nodes[at as usize].parent;
+            let (parent, pages, on_device) = (node.parent, node.pages, node.device == Residency::Present);
+            if on_device {
+                self.stats.device_pages_evictable += pages;
+                self.stats.device_pages_protected -= pages;
+            }
+            self.orders.unlocked(&mut self.arena, at);
+            at = parent;
         }
     }
 

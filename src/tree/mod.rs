@@ -16,12 +16,15 @@
 //! | `refill` | hand-over of pages that came from a store |
 //! | `evict` | device and host eviction |
 //! | `store` | hashes and store presence |
+//! | `component` | windows and states |
+//! | `event` | the stream of residency |
 //! | `sanity`, `dump` | every broken rule; pictures |
 
 mod backup;
 mod component;
 mod dump;
 mod error;
+mod event;
 mod evict;
 mod insert;
 mod load;
@@ -41,6 +44,7 @@ mod walk;
 
 pub use component::{Component, ComponentCopy, ComponentPages, InsertComponents, PerComponent};
 pub use error::{TreeConfigError, TreeError};
+pub use event::TreeEvent;
 pub use policy::{EvictionPolicy, NodeFacts, Policy};
 pub use types::*;
 
@@ -75,6 +79,8 @@ pub struct Tree {
     component_pages: PerComponent<[u32; 2]>,
     /// Component pages to hand out.
     freed: ComponentPages,
+    with_events: bool,
+    events: Vec<TreeEvent>,
     /// Path of the walk in progress; kept for its memory.
     path: Vec<u32>,
 }
@@ -103,7 +109,7 @@ impl Tree {
             write_threshold: config.write_threshold,
             hits_cap,
             merge: config.merge,
-            hashing: config.hashing,
+            hashing: config.hashing || config.events,
             arena: Arena::new(),
             table: TagTable::default(),
             orders: Orders::new(config.policy, spans != [0; 2]),
@@ -113,6 +119,8 @@ impl Tree {
             spans,
             component_pages: [[0; 2]; 2],
             freed: ComponentPages::default(),
+            with_events: config.events,
+            events: Vec::new(),
             path: Vec::new(),
         })
     }
@@ -201,6 +209,9 @@ impl Tree {
             }
         }
         self.arena.clear();
+        if self.with_events {
+            self.events.push(TreeEvent::Cleared);
+        }
         self.table = TagTable::default();
         let tick = self.orders.tick;
         let policy = std::mem::take(&mut self.orders.policy);

@@ -46,8 +46,9 @@ impl Links {
     pub(super) const NONE: Links = Links { older: NIL, newer: NIL };
 }
 
-/// One edge of the tree. About 140 bytes; fields of the walk first.
+/// One edge of the tree: two cache lines, of which a look-up, a touch and a lock need the first.
 #[derive(Clone, Debug)]
+#[repr(C, align(64))]
 pub(super) struct Node {
     pub(super) parent: u32,
     pub(super) run: u32,
@@ -57,30 +58,33 @@ pub(super) struct Node {
     /// Pages from the root to the start of the node.
     pub(super) depth: u32,
     pub(super) ns: NamespaceId,
-    /// Under which the child table finds it.
-    pub(super) tag: u32,
     pub(super) generation: u32,
     pub(super) device: Residency,
     pub(super) host: Residency,
     pub(super) listed: Listed,
     pub(super) mirrored: bool,
     pub(super) order: Links,
+    /// Own locks plus children with any: a lock walks up only to the first node that had one.
+    pub(super) locks: u32,
+    /// The same for host pins.
+    pub(super) pins: u32,
+    pub(super) tick: u64,
+    /// Children whose device copy is not absent.
+    pub(super) kids_device: u32,
+    /// Slot of the backup or load in flight.
+    pub(super) op: u32,
+    // ---- second line ----
+    pub(super) created: u64,
+    /// Under which the child table finds it.
+    pub(super) tag: u32,
+    pub(super) own_locks: u32,
+    pub(super) own_pins: u32,
     pub(super) mirror: Links,
     pub(super) first_child: u32,
     pub(super) sibling: Links,
     pub(super) kids: u32,
-    /// Children whose device copy is not absent.
-    pub(super) kids_device: u32,
     /// Children whose host copy is not absent.
     pub(super) kids_host: u32,
-    /// Own locks plus children with any: a lock walks up only to the first node that had one.
-    pub(super) locks: u32,
-    pub(super) own_locks: u32,
-    /// The same for host pins.
-    pub(super) pins: u32,
-    pub(super) own_pins: u32,
-    /// Slot of the backup or load in flight.
-    pub(super) op: u32,
     /// Slot of the store write in flight.
     pub(super) store_op: u32,
     /// Inserts counted, saturating at what policy and threshold can tell apart.
@@ -88,9 +92,9 @@ pub(super) struct Node {
     pub(super) priority: i32,
     /// Deepest page end that an insert through this node ever had.
     pub(super) reach: u32,
-    pub(super) tick: u64,
-    pub(super) created: u64,
 }
+
+const _: () = assert!(size_of::<Node>() == 128);
 
 impl Node {
     pub(super) fn range(&self) -> Range<usize> {
@@ -140,6 +144,7 @@ impl Node {
 
 /// Shared payload of a path of nodes. Lists other than `tokens` are empty until something is put into them.
 #[derive(Clone, Debug, Default)]
+#[repr(C)]
 pub(super) struct Run {
     /// Raw tokens: one per unit, and one more in the bigram view.
     pub(super) tokens: Vec<u32>,
@@ -175,6 +180,16 @@ impl Run {
         self.stored[page / 64] |= 1 << (page % 64);
     }
 
+    fn clear(&mut self) {
+        self.tokens.clear();
+        self.device.clear();
+        self.host.clear();
+        self.hashes.clear();
+        self.stored.clear();
+        self.components = None;
+        (self.pages, self.nodes) = (0, 0);
+    }
+
     /// Forgets the pages from `pages` on. Memory is given back when three quarters of it are idle.
     pub(super) fn truncate(&mut self, pages: u32, tokens: usize) {
         self.pages = pages;
@@ -204,11 +219,23 @@ pub(super) struct Arena {
     free_nodes: Vec<u32>,
     pub(super) runs: Vec<Run>,
     free_runs: Vec<u32>,
+    /// Emptied runs, kept for their memory: a cache at capacity then allocates nothing to replace what it evicts.
+    spare_runs: Vec<Run>,
 }
+
+/// Most emptied runs kept, and the most tokens one may have room for: 16 MiB in all.
+const SPARE_RUNS_MAX: usize = 256;
+const SPARE_RUN_TOKENS_MAX: usize = 16 * 1024;
 
 impl Arena {
     pub(super) fn new() -> Arena {
-        Arena { nodes: vec![Node::root()], free_nodes: Vec::new(), runs: Vec::new(), free_runs: Vec::new() }
+        Arena {
+            nodes: vec![Node::root()],
+            free_nodes: Vec::new(),
+            runs: Vec::new(),
+            free_runs: Vec::new(),
+            spare_runs: Vec::new(),
+        }
     }
 
     /// Nodes in use, the root included.
@@ -264,9 +291,19 @@ impl Arena {
         let r = &mut self.runs[run as usize];
         r.nodes -= 1;
         if r.nodes == 0 {
-            *r = Run::default();
+            let mut old = std::mem::take(r);
             self.free_runs.push(run);
+            let fits = old.tokens.capacity() <= SPARE_RUN_TOKENS_MAX;
+            if fits && self.spare_runs.len() < SPARE_RUNS_MAX {
+                old.clear();
+                self.spare_runs.push(old);
+            }
         }
+    }
+
+    /// An empty run, with the memory of an old one if there is any.
+    pub(super) fn take_run(&mut self) -> Run {
+        self.spare_runs.pop().unwrap_or_default()
     }
 
     pub(super) fn add_run(&mut self, run: Run) -> u32 {

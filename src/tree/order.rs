@@ -52,6 +52,7 @@ fn mirror_links(node: &mut Node) -> &mut Links {
     &mut node.mirror
 }
 
+#[inline]
 fn unlink(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
     let Links { older, newer } = std::mem::replace(links(&mut nodes[at as usize]), Links::NONE);
     match older {
@@ -64,6 +65,7 @@ fn unlink(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
     }
 }
 
+#[inline]
 fn link_newest(nodes: &mut [Node], ends: &mut Ends, at: u32, links: Field) {
     let older = std::mem::replace(&mut ends.newest, at);
     *links(&mut nodes[at as usize]) = Links { older, newer: NIL };
@@ -153,8 +155,9 @@ impl Orders {
             node.mirrored = mirror;
             if mirror {
                 let tick = node.tick;
-                match self.mirrors.oldest {
-                    oldest if oldest != NIL && tick < arena.nodes[oldest as usize].tick => {
+                // What was written ahead of its eviction is old: its copy must be the last to go.
+                match self.mirrors.newest {
+                    newest if newest != NIL && tick < arena.nodes[newest as usize].tick => {
                         link_oldest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
                     }
                     _ => link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links),
@@ -172,6 +175,7 @@ impl Orders {
         }
     }
 
+    #[inline]
     fn enter(&mut self, arena: &mut Arena, at: u32, want: Listed) {
         let node = &mut arena.nodes[at as usize];
         node.listed = want;
@@ -180,6 +184,7 @@ impl Orders {
         }
         if self.policy.is_list() {
             node.tick = self.tick;
+            self.freshen_mirror(arena, at);
             let ends = if want == Listed::Device { &mut self.device } else { &mut self.host };
             link_newest(&mut arena.nodes, ends, at, order_links);
         } else {
@@ -187,8 +192,19 @@ impl Orders {
         }
     }
 
+    /// A node lost its last lock: it may enter an order, at the newest end. Mirrors do not depend on locks.
+    #[inline]
+    pub(super) fn unlocked(&mut self, arena: &mut Arena, at: u32) {
+        let want = self.place(at, &arena.nodes[at as usize]);
+        self.enter(arena, at, want);
+        if self.has_components {
+            self.rekey_components(arena, at);
+        }
+    }
+
     /// Takes a node out of its eviction order.
-    fn leave(&mut self, arena: &mut Arena, at: u32) {
+    #[inline]
+    pub(super) fn leave(&mut self, arena: &mut Arena, at: u32) {
         let listed = std::mem::replace(&mut arena.nodes[at as usize].listed, Listed::Nowhere);
         match (listed, self.policy.is_list()) {
             (Listed::Nowhere, _) => {}
@@ -227,6 +243,7 @@ impl Orders {
     #[inline]
     pub(super) fn touch(&mut self, arena: &mut Arena, at: u32) {
         arena.nodes[at as usize].tick = self.tick;
+        self.freshen_mirror(arena, at);
         if self.has_components {
             self.rekey_components(arena, at);
         }
@@ -242,6 +259,14 @@ impl Orders {
         if ends.newest != at {
             unlink(&mut arena.nodes, ends, at, order_links);
             link_newest(&mut arena.nodes, ends, at, order_links);
+        }
+    }
+
+    /// A mirror that is used goes to the end that is given up first. O(1).
+    fn freshen_mirror(&mut self, arena: &mut Arena, at: u32) {
+        if arena.nodes[at as usize].mirrored && self.mirrors.newest != at {
+            unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+            link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
         }
     }
 

@@ -6,7 +6,7 @@
 use crate::base::{NodeId, PageId};
 use crate::key::{Key, PageHash, hash_pages};
 
-use super::node::{ROOT, Residency, Run};
+use super::node::{ROOT, Residency};
 use super::{BackupRule, DropReason, HostInsert, Tree, TreeError};
 
 impl Tree {
@@ -166,12 +166,10 @@ impl Tree {
         hashes: Vec<PageHash>,
     ) -> Result<u32, TreeError> {
         let p = self.page_size as usize;
-        let run = Run {
-            tokens: rest.tokens[from * p..host_pages.len() * p + self.view.overlap()].to_vec(),
-            hashes: hashes.get(from..).unwrap_or_default().to_vec(),
-            pages: (host_pages.len() - from) as u32,
-            ..Run::default()
-        };
+        let mut run = self.arena.take_run();
+        run.tokens.extend_from_slice(&rest.tokens[from * p..host_pages.len() * p + self.view.overlap()]);
+        run.hashes.extend_from_slice(hashes.get(from..).unwrap_or_default());
+        run.pages = (host_pages.len() - from) as u32;
         let at = self.add_leaf(parent, rest.ns, run);
         self.arena.nodes[at as usize].priority = self.arena.nodes[parent as usize].priority;
         if self.orders.policy.uses_reach() {

@@ -99,7 +99,7 @@ impl Tree {
     }
 
     /// Merges a node into its only child if nothing can tell the difference: same state on both tiers, same counts, used
-    /// in the same call, and nobody holds the node. The child keeps its id and the node's is void. Amortised O(pages of
+    /// at the same time, and nobody holds the node. The child keeps its id and the node's is void. Amortised O(pages of
     /// the child), and O(1) where both are ranges of one run.
     pub(super) fn try_merge(&mut self, at: u32) {
         let up = &self.arena.nodes[at as usize];
@@ -109,9 +109,12 @@ impl Tree {
         let child = up.first_child;
         let low = &self.arena.nodes[child as usize];
         let held = |n: &Node| n.locks | n.pins != 0 || n.op != NIL || n.store_op != NIL;
-        let alike = (up.device, up.host, up.hits, up.priority, up.reach, up.tick, up.created)
-            == (low.device, low.host, low.hits, low.priority, low.reach, low.tick, low.created);
-        if !alike || held(up) || held(low) || !self.join_runs(at, child) {
+        // Neighbours in the list are equally old, whatever their ticks say; a heap goes by the ticks.
+        let listed = self.orders.policy.is_list() && !self.has_components() && low.listed != Listed::Nowhere;
+        let same_age = up.tick == low.tick || listed && low.order.newer == at;
+        let alike = (up.device, up.host, up.hits, up.priority, up.reach, up.created)
+            == (low.device, low.host, low.hits, low.priority, low.reach, low.created);
+        if !alike || !same_age || held(up) || held(low) || !self.join_runs(at, child) {
             return;
         }
         // The child takes the node's place in the shape. Its place in the orders is next to the node's.

@@ -37,13 +37,19 @@ impl Tree {
         }
     }
 
+    /// Hash of a node's last page; `None` for the root or without hashes.
+    pub(super) fn last_hash_of(&self, at: u32) -> Option<PageHash> {
+        let node = &self.arena.nodes[at as usize];
+        if at == ROOT {
+            None
+        } else {
+            self.arena.runs[node.run as usize].hashes.get(node.range())?.last().copied()
+        }
+    }
+
     /// What the hash of the first page below `parent` is chained to.
     pub(super) fn prior_hash(&self, parent: u32, ns: NamespaceId) -> Option<[u8; 32]> {
-        if parent == ROOT {
-            return self.namespaces.seed(ns);
-        }
-        let node = &self.arena.nodes[parent as usize];
-        self.arena.runs[node.run as usize].hashes.get(node.range())?.last().map(|hash| hash.0)
+        if parent == ROOT { self.namespaces.seed(ns) } else { self.last_hash_of(parent).map(|hash| hash.0) }
     }
 
     /// Page hashes of a node; empty for the root.
@@ -157,6 +163,19 @@ impl Tree {
     pub fn is_stored(&self, node: NodeId) -> Result<bool, TreeError> {
         let n = &self.arena.nodes[self.slot(node)? as usize];
         Ok(n.pages == 0 || n.range().all(|page| self.arena.runs[n.run as usize].is_stored(page)))
+    }
+
+    /// Forgets every stored mark: the store was detached or emptied. O(runs).
+    ///
+    /// # Errors
+    /// A store write is in flight.
+    pub fn forget_stored(&mut self) -> Result<(), TreeError> {
+        let writing = self.ops.iter().filter(|op| op.kind == OpKind::Store).count();
+        if writing > 0 {
+            return Err(TreeError::OpsInFlight(writing as u32));
+        }
+        self.arena.runs.iter_mut().for_each(|run| run.stored.clear());
+        Ok(())
     }
 
     /// Marks every page of the node as stored or not: a store answered that it has them, or lost them.

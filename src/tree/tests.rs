@@ -1,6 +1,6 @@
 //! The tree against stamped pages: every page knows which prefix it was filled for, and freed pages are poisoned.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::node::Listed;
 use super::*;
@@ -33,6 +33,8 @@ struct Rig {
     loads: BTreeMap<u64, (Vec<PageId>, Vec<PageId>)>,
     stores: BTreeMap<u64, StorePlan>,
     next_op: u64,
+    /// What the events say is readable.
+    index: BTreeSet<(Tier, PageHash)>,
 }
 
 impl Rig {
@@ -48,6 +50,7 @@ impl Rig {
             loads: BTreeMap::new(),
             stores: BTreeMap::new(),
             next_op: 0,
+            index: BTreeSet::new(),
         }
     }
 
@@ -211,6 +214,39 @@ impl Rig {
         assert_eq!(done.refilled_pages + done.attached_pages, (pages.len() - back.len()) as u32);
         self.free_host(&back);
         Some(done)
+    }
+
+    /// Follows the events; an index of theirs equals what is readable, tier by tier.
+    fn follow_events(&mut self) {
+        let mut events = Vec::new();
+        self.tree.take_events(&mut events);
+        for event in events {
+            match event {
+                TreeEvent::Stored { tier, parent, first_page, hashes, .. } => {
+                    let above = parent.is_none_or(|p| self.index.contains(&(tier, p)));
+                    assert!(above || tier == Tier::Host, "a page on the device before its parent");
+                    assert_eq!(parent.is_none(), first_page == 0);
+                    hashes.iter().for_each(|h| assert!(self.index.insert((tier, *h)), "stored twice"));
+                }
+                TreeEvent::Removed { tier, hashes } => {
+                    hashes.iter().for_each(|h| assert!(self.index.remove(&(tier, *h)), "removed twice"));
+                }
+                TreeEvent::Cleared => self.index.clear(),
+            }
+        }
+        if self.tree.with_events {
+            let mut readable = BTreeSet::new();
+            for at in self.tree.arena.live().filter(|&at| at != node::ROOT) {
+                let n = &self.tree.arena.nodes[at as usize];
+                let hashes = &self.tree.arena.runs[n.run as usize].hashes[n.range()];
+                for (tier, state) in [(Tier::Device, n.device), (Tier::Host, n.host)] {
+                    if state == Residency::Present {
+                        readable.extend(hashes.iter().map(|h| (tier, *h)));
+                    }
+                }
+            }
+            assert_eq!(self.index, readable);
+        }
     }
 
     fn check(&self) {
@@ -398,6 +434,40 @@ fn an_insert_waits_for_the_load_it_meets() {
     rig.check_bytes(key(&tokens), &pages);
 }
 
+#[test]
+fn a_held_lock_is_where_the_next_look_up_goes_on() {
+    for view in [KeyView::Plain, KeyView::Bigram] {
+        let mut rig = Rig::new(TreeConfig { view, ..config(2) }, 32, 32);
+        let long: Vec<u32> = row("abcdefgh");
+        let key = |n: usize| Key { view, ..key(&long[..n]) };
+        rig.insert(key(9)).unwrap();
+        let mut pages = Vec::new();
+        let (found, lock, _) = rig.tree.match_and_lock(key(7), &mut pages);
+        assert_eq!(
+            (found.device_pages, rig.tree.match_from(&lock, key(7), &mut pages)),
+            (3, Ok(found.clone()))
+        );
+        assert_eq!(pages.len(), 3);
+        // Another request went further meanwhile.
+        rig.insert(key(16)).unwrap();
+        let more = rig.tree.match_from(&lock, key(16), &mut pages).unwrap();
+        let mut whole = Vec::new();
+        assert_eq!((rig.tree.match_prefix(key(16), &mut whole), whole), (more, pages));
+        let mut other = long.clone();
+        other[5] += 1;
+        let refused = rig.tree.match_from(&lock, Key { tokens: &other, ..key(16) }, &mut Vec::new());
+        assert_eq!(refused, Err(TreeError::NotContinuing));
+        let short = rig.tree.match_from(&lock, key(4), &mut Vec::new());
+        assert_eq!(short, Err(TreeError::NotContinuing));
+        rig.tree.unlock(lock).unwrap();
+        let root = rig.tree.lock(rig.tree.root()).unwrap();
+        let found = rig.tree.match_from(&root, key(16), &mut Vec::new()).unwrap();
+        assert_eq!(found, rig.tree.peek(key(16)));
+        rig.tree.unlock(root).unwrap();
+        rig.check();
+    }
+}
+
 /// sgl#31902: a refill under an anchor without a host copy stamped its children and broke the tree later.
 #[test]
 fn a_refill_under_an_unbacked_anchor_is_dropped_whole() {
@@ -466,6 +536,24 @@ fn write_back_reports_then_demotes_and_reclaims_mirrors() {
     assert_eq!((out.freed_host.len(), out.deleted_nodes), (2, 2));
     rig.free_eviction(&out);
     rig.check();
+}
+
+#[test]
+fn the_host_tier_can_be_detached() {
+    let mut rig = Rig::new(config(2), 16, 16);
+    let (a, b) = (rig.insert(key(&row("abcd"))).unwrap().node, rig.insert(key(&row("abxy"))).unwrap().node);
+    rig.backup(a);
+    rig.backup(b);
+    rig.evict(2);
+    let pin = rig.tree.pin_host(b).unwrap();
+    assert_eq!(rig.tree.detach_host(&mut Vec::new()), Err(TreeError::InUse(b)));
+    rig.tree.unpin_host(pin).unwrap();
+    let mut freed = Vec::new();
+    rig.tree.detach_host(&mut freed).unwrap();
+    assert_eq!(freed.len(), 6);
+    rig.free_host(&freed);
+    rig.check();
+    assert_eq!((rig.tree.stats().host_pages, rig.tree.stats().device_pages_evictable), (0, 4));
 }
 
 /// Random histories; every step is checked by `sanity`, by the ledgers and by the stamps.
@@ -581,6 +669,7 @@ fn random_run(seed: u64, config: TreeConfig, steps: u32) {
                 }
             }
         }
+        rig.follow_events();
         rig.check();
     }
     drain(rig);
@@ -626,6 +715,7 @@ fn random_histories_stay_sound() {
             view: if seed % 4 == 3 { KeyView::Bigram } else { KeyView::Plain },
             rule: if seed % 3 == 2 { BackupRule::Free } else { BackupRule::BackedUpParent },
             hashing: seed % 2 == 0,
+            events: seed % 4 == 2,
             merge: seed % 5 > 1,
             policy: [Policy::Lru, Policy::Lfu, Policy::Priority, Policy::Lru][seed as usize % 4].clone(),
             write_threshold: 2,

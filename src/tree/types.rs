@@ -35,6 +35,8 @@ pub struct TreeConfig {
     pub write_threshold: u32,
     /// Keep page hashes ([`Tree::set_hashing`](super::Tree::set_hashing) turns it on later).
     pub hashing: bool,
+    /// Record [`TreeEvent`](super::TreeEvent)s; implies `hashing`.
+    pub events: bool,
     /// Merge a node into its only child where nothing can tell the difference, so that a growing session stays one
     /// node. An id that is held without a lock or pin may then vanish.
     pub merge: bool,
@@ -50,6 +52,7 @@ impl Default for TreeConfig {
             components: Components::default(),
             write_threshold: 1,
             hashing: false,
+            events: false,
             merge: true,
         }
     }

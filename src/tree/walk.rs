@@ -6,7 +6,7 @@ use crate::base::{NamespaceId, PageId};
 use crate::key::Key;
 
 use super::node::{NIL, ROOT, Residency};
-use super::{DeviceLock, HostPin, Matched, Tree};
+use super::{DeviceLock, HostPin, Matched, Tree, TreeError};
 
 /// Where a walk ended.
 #[derive(Clone, Copy, Debug)]
@@ -181,14 +181,49 @@ impl Tree {
     /// O(tokens matched + nodes), no allocation once `pages` is large enough.
     pub fn match_prefix(&mut self, key: Key<'_>, pages: &mut Vec<PageId>) -> Matched {
         let mut found = self.empty_match();
-        if self.check_key(key).is_err() {
-            return found;
+        if self.check_key(key).is_ok() {
+            self.tick();
+            let path = self.match_path(&mut found, key, pages);
+            for &at in path.iter().rev() {
+                self.orders.touch(&mut self.arena, at);
+            }
+            self.path = path;
         }
-        self.tick();
+        found
+    }
+
+    /// [`match_prefix`](Tree::match_prefix), with what it reports locked and pinned: the device path under the lock, the
+    /// host copies below it under the pin, if there are any.
+    pub fn match_and_lock(
+        &mut self,
+        key: Key<'_>,
+        pages: &mut Vec<PageId>,
+    ) -> (Matched, DeviceLock, Option<HostPin>) {
+        if self.has_components() {
+            let found = self.match_prefix(key, pages);
+            return self.hold_match(found);
+        }
+        let mut found = self.empty_match();
+        if self.check_key(key).is_ok() {
+            // The whole path leaves its orders now and counts as used when it comes back, so a touch would be lost.
+            self.tick();
+            self.path = self.match_path(&mut found, key, pages);
+        }
+        self.hold_match(found)
+    }
+
+    fn hold_match(&mut self, found: Matched) -> (Matched, DeviceLock, Option<HostPin>) {
+        let lock = self.take_lock(found.device_node.index);
+        let pin = (found.host_pages > 0).then(|| self.take_pin(found.node.index));
+        (found, lock, pin)
+    }
+
+    /// The walk of a match: splits, cuts, adds up. Returns the path.
+    fn match_path(&mut self, found: &mut Matched, key: Key<'_>, pages: &mut Vec<PageId>) -> Vec<u32> {
         let mut path = self.walk_and_split(ROOT, key);
         let mut device_end = u32::MAX;
         if self.has_components() {
-            device_end = self.cut_match(&mut found, &mut path);
+            device_end = self.cut_match(found, &mut path);
         } else {
             found.full_pages = path.last().map_or(0, |&at| self.arena.nodes[at as usize].end());
         }
@@ -198,13 +233,75 @@ impl Tree {
             if on_device {
                 pages.extend_from_slice(&self.arena.runs[node.run as usize].device[node.range()]);
             }
-            self.extend_match(&mut found, at, node.pages, on_device);
+            self.extend_match(found, at, node.pages, on_device);
         }
+        path
+    }
+
+    /// A look-up that goes on where `held` ends, for a request that holds the lock of an earlier one: the locked prefix is
+    /// neither walked nor compared, except for its last page, and its pages are not written again. `key` is the whole key, and
+    /// must begin with the tokens of the earlier one. The match counts from the root; only the device pages past the lock
+    /// are appended. O(tokens past the lock), with components O(tokens).
+    ///
+    /// # Errors
+    /// A receipt of another tree or of before a reset, or a key that does not continue it.
+    pub fn match_from(
+        &mut self,
+        held: &DeviceLock,
+        key: Key<'_>,
+        pages: &mut Vec<PageId>,
+    ) -> Result<Matched, TreeError> {
+        self.check_key(key)?;
+        let anchor = self.check_continues(held, key)?;
+        let node = &self.arena.nodes[anchor as usize];
+        let depth = node.end();
+        if anchor == ROOT || self.has_components() || node.device != Residency::Present {
+            let from = pages.len();
+            let found = self.match_prefix(key, pages);
+            let known = (depth as usize).min(pages.len() - from);
+            pages.drain(from..from + known);
+            return Ok(found);
+        }
+        self.tick();
+        let mut found = self.empty_match();
+        (found.node, found.device_node, found.device_pages) = (held.node, held.node, depth);
+        let path = self.walk_and_split(anchor, key.from_page(depth, self.page_size));
+        for &at in &path {
+            let node = &self.arena.nodes[at as usize];
+            if node.device == Residency::Present {
+                pages.extend_from_slice(&self.arena.runs[node.run as usize].device[node.range()]);
+            }
+            self.extend_match(&mut found, at, node.pages, true);
+        }
+        // The locked nodes stand in no order; their release counts as their use.
         for &at in path.iter().rev() {
             self.orders.touch(&mut self.arena, at);
         }
+        found.full_pages = found.depth_pages();
         self.path = path;
-        found
+        Ok(found)
+    }
+
+    /// The anchor of a lock, if the key goes on behind it.
+    pub(super) fn check_continues(&self, held: &DeviceLock, key: Key<'_>) -> Result<u32, TreeError> {
+        let anchor = self.slot(held.node)?;
+        let node = &self.arena.nodes[anchor as usize];
+        if node.own_locks == 0 {
+            return Err(TreeError::ForeignReceipt(held.node));
+        }
+        if anchor != ROOT && (node.ns != key.ns || !self.ends_in(anchor, key)) {
+            return Err(TreeError::NotContinuing);
+        }
+        Ok(anchor)
+    }
+
+    /// True if the key has the tokens of the node's last page in their place.
+    fn ends_in(&self, at: u32, key: Key<'_>) -> bool {
+        let last = self.page_size as usize + self.view.overlap();
+        let end =
+            self.arena.nodes[at as usize].end() as usize * self.page_size as usize + self.view.overlap();
+        let mine = self.tokens_of(at);
+        key.tokens.get(end - last..end) == Some(&mine[mine.len() - last..])
     }
 
     /// Shortens a path to what its components allow, with nodes ending at both borders. Returns the end of the device
@@ -229,19 +326,6 @@ impl Tree {
         }
         path.retain(|&at| self.arena.nodes[at as usize].end() <= any);
         device
-    }
-
-    /// [`match_prefix`](Tree::match_prefix), with what it reports locked and pinned: the device path under the lock, the
-    /// host copies below it under the pin, if there are any.
-    pub fn match_and_lock(
-        &mut self,
-        key: Key<'_>,
-        pages: &mut Vec<PageId>,
-    ) -> (Matched, DeviceLock, Option<HostPin>) {
-        let found = self.match_prefix(key, pages);
-        let lock = self.take_lock(found.device_node.index);
-        let pin = (found.host_pages > 0).then(|| self.take_pin(found.node.index));
-        (found, lock, pin)
     }
 
     /// Walks, splits the last node if it matches in part, and returns the path (the scratch list of the tree).

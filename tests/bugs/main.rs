@@ -3,6 +3,7 @@
 
 mod accounting;
 mod bigram_refill;
+mod eviction_cost;
 mod host_full;
 mod lock_covers_match;
 mod namespaces;
@@ -12,3 +13,4 @@ mod rig;
 mod split_during_backup;
 mod split_during_store;
 mod unbacked_anchor;
+mod window_boundary;

@@ -224,6 +224,8 @@ unsafe impl Driver for FakeDriver {
         Ok(())
     }
 
+    fn abandon(&mut self) {}
+
     fn notify(&mut self, stream: StreamId, waker: &Waker) -> Result<(), DriverError> {
         let mut s = self.call("notify")?;
         s.streams.entry(key(stream)).or_default().push_back(Op::Notify(Arc::clone(waker)));

@@ -3,7 +3,11 @@
 #![expect(clippy::unwrap_used, reason = "a failed step of a test is a failed test")]
 #![expect(unsafe_code, reason = "a driver made for tests moves memory by address")]
 
+mod alloc;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod fake;
+mod null;
 mod rig;
 mod streams;
 
@@ -20,7 +24,8 @@ use sapwood::base::{Fence, OpId, PageId, Tier};
 use sapwood::pool::{Geometry, Plane, PlaneId, PlaneSet, PoolKind};
 
 use rig::{
-    DEVICE_PAGES, HOST_PAGES, Random, Rig, capacities, geometry, ids, in_pool, rigs, stamped, stream_rigs,
+    DEVICE_PAGES, HOST_PAGES, Random, Rig, capacities, cuda_rigs, geometry, ids, in_pool, rigs, stamped,
+    stream_rigs,
 };
 
 #[test]
@@ -204,6 +209,35 @@ fn no_copy_overtakes_its_fence() {
     }
 }
 
+/// sgl#36738 once more: a fence that is too early is refused where the device knows better.
+#[test]
+fn a_fence_before_the_last_known_use_is_refused() {
+    let mut rig = Rig::soft(SoftOptions::new(Mode::Manual));
+    let device = rig.soft_device().clone();
+    let earlier = device.compute_begin();
+    let last = device.compute_begin_on(&[(PoolKind::Full, PageId(7))]);
+    let (host, page) = (ids(&[0]), ids(&[7]));
+    let load = [CopyPart::full(&host, &page)];
+    for fence in [Fence::SETTLED, earlier] {
+        match rig.try_submit(Direction::HostToDevice, &load, false, fence) {
+            Err(DeviceError::Job(JobError::FenceTooEarly { page: PageId(7), last_use, .. })) => {
+                assert_eq!(last_use, last.number());
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    let backup = [CopyPart::full(&page, &host)];
+    assert!(rig.try_submit(Direction::DeviceToHost, &backup, false, earlier).is_err());
+    let started = rig.try_submit(Direction::HostToDevice, &load, false, last).unwrap();
+    device.compute_end(last);
+    assert!(device.runnable().is_empty(), "an earlier piece is open");
+    device.compute_end(earlier);
+    rig.wait(1);
+    drop(started);
+    let settled = rig.try_submit(Direction::DeviceToHost, &backup, false, Fence::SETTLED);
+    assert!(matches!(settled, Ok(Submit::Started(_))), "the use is over");
+}
+
 /// peg#403: memory in flight belongs to the transfer, whatever happened to whoever asked for it.
 #[test]
 fn pages_in_flight_refuse_everybody_and_a_dropped_handle_parks_them() {
@@ -368,7 +402,7 @@ fn any_legal_order_gives_the_same_bytes() {
     let mut random = Random::new(20_261_129);
     let by_hand = |order| Rig::soft(SoftOptions { order, queue_limit: 3, ..SoftOptions::new(Mode::Manual) });
     let soft = [Order::PageFirst, Order::LayerFirst].map(by_hand);
-    for mut rig in soft.into_iter().chain(stream_rigs()) {
+    for mut rig in soft.into_iter().chain(stream_rigs()).chain(cuda_rigs()) {
         let pages = [DEVICE_PAGES, HOST_PAGES];
         let tiers = [Tier::Device, Tier::Host];
         let mut model: Vec<Vec<u64>> =

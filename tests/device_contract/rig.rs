@@ -60,6 +60,8 @@ impl Random {
 enum Kind {
     Soft(SoftDevice),
     Stream(Box<StreamDevice<FakeDriver>>, FakeDriver, Arc<HostArena>),
+    #[cfg(feature = "cuda")]
+    Cuda(Box<crate::cuda::Cuda>),
 }
 
 pub(crate) struct Rig {
@@ -81,11 +83,24 @@ pub(crate) fn rigs() -> Vec<Rig> {
         }
     }
     rigs.extend(stream_rigs());
+    rigs.extend(cuda_rigs());
     rigs
 }
 
-/// Stream devices that are led to each engine of the planner, in each order of memory.
-pub(crate) fn stream_rigs() -> Vec<Rig> {
+/// CUDA devices led to each engine, none where there is no driver.
+pub(crate) fn cuda_rigs() -> Vec<Rig> {
+    #[cfg(feature = "cuda")]
+    if crate::cuda::available() {
+        let all = plan_options().into_iter();
+        let orders = [(Order::PageFirst, false), (Order::LayerFirst, false), (Order::LayerFirst, true)];
+        let each = |(name, options)| orders.map(|(order, table)| Rig::cuda(name, options, order, table));
+        return all.flat_map(each).collect();
+    }
+    Vec::new()
+}
+
+/// Plans that lead to each engine, by name.
+pub(crate) fn plan_options() -> Vec<(&'static str, PlanOptions)> {
     let engine = CostModel { link_bytes_per_us: 1000, descriptor_ns: 1, kernel_bytes_per_us: 1 };
     let kernel = CostModel { link_bytes_per_us: 1, descriptor_ns: 1, kernel_bytes_per_us: 1_000_000 };
     let ring = Some(Ring { stages: 3, stage_bytes: 1024 });
@@ -95,34 +110,59 @@ pub(crate) fn stream_rigs() -> Vec<Rig> {
         to_device: engine,
         ..PlanOptions::default()
     };
-    let options = [
+    let kernels = PlanOptions { to_host: kernel, to_device: kernel, ..base };
+    vec![
         ("copy engine", base),
         ("no kernels", PlanOptions { kernels: false, ..base }),
-        ("kernels", PlanOptions { to_host: kernel, to_device: kernel, ..base }),
-        ("ring", PlanOptions { to_host: kernel, to_device: kernel, ring, ..base }),
+        ("kernels", kernels),
+        ("ring", PlanOptions { ring, ..kernels }),
         ("slices", PlanOptions { slice_bytes: 700, large_params: false, ..base }),
-        (
-            "kernel slices",
-            PlanOptions {
-                to_host: kernel,
-                to_device: kernel,
-                slice_bytes: 1500,
-                large_params: false,
-                ..base
-            },
-        ),
+        ("kernel slices", PlanOptions { slice_bytes: 1500, large_params: false, ..kernels }),
         ("staged", PlanOptions { policy: CopyPolicy::Latency, staging_bytes: 4096, ..base }),
-        ("chunked", PlanOptions { host_chunk_pages: 2, ..base }),
-    ];
-    let mut rigs = Vec::new();
-    for (name, options) in options {
-        for (order, table) in
-            [(Order::PageFirst, false), (Order::LayerFirst, false), (Order::LayerFirst, true)]
-        {
-            rigs.push(Rig::stream(name, options, order, table));
+        ("chunked", PlanOptions { host_chunk_mask: 1, ..base }),
+    ]
+}
+
+/// Stream devices that are led to each engine of the planner, in each order of memory.
+pub(crate) fn stream_rigs() -> Vec<Rig> {
+    let orders = [(Order::PageFirst, false), (Order::LayerFirst, false), (Order::LayerFirst, true)];
+    let each = |(name, options)| orders.map(|(order, table)| Rig::stream(name, options, order, table));
+    plan_options().into_iter().flat_map(each).collect()
+}
+
+/// The planes of an arena as a device sees them, and the tables that some of them need.
+pub(crate) fn planes_of(
+    memory: &HostArena,
+    order: Order,
+    table: bool,
+    base_of: impl Fn(PlaneId) -> u64,
+) -> (Vec<DevicePlane>, Vec<Vec<u64>>) {
+    let mut tables = Vec::new();
+    let plane = |id: PlaneId| {
+        let p = &memory.geometry().planes()[usize::from(id.0)];
+        let base = base_of(id);
+        let n = u64::from(DEVICE_PAGES);
+        let (page_step, layer_step, part_step) = match order {
+            Order::PageFirst => (p.page_bytes(), p.layer_bytes(), p.part_bytes()),
+            Order::LayerFirst => (p.part_bytes(), n * p.layer_bytes(), n * p.part_bytes()),
+        };
+        if !table {
+            return DevicePlane {
+                side: Side { base, page_step, layer_step, part_step, table: 0 },
+                bases: None,
+            };
         }
-    }
-    rigs
+        let runs = u64::from(p.layers() * p.parts());
+        let list: Vec<u64> = (0..runs).map(|i| base + i * part_step).collect();
+        let address = list.as_ptr() as u64;
+        let bases = Some(list.clone().into_boxed_slice());
+        tables.push(list);
+        // With a table the base and the inner distances are not used; wrong ones would show.
+        let side = Side { base: 0xDEAD, page_step, layer_step: 0xBAD, part_step: 0xBAD, table: address };
+        DevicePlane { side, bases }
+    };
+    let planes = memory.regions().map(|(id, _)| id).map(plane).collect();
+    (planes, tables)
 }
 
 impl Rig {
@@ -140,30 +180,10 @@ impl Rig {
         let geometry = geometry();
         let memory = HostArena::with_order(Arc::clone(&geometry), capacities(DEVICE_PAGES), order).unwrap();
         let memory = Arc::new(memory);
-        let mut tables = Vec::new();
-        let planes = memory.regions().map(|(id, region)| {
-            let p = &geometry.planes()[usize::from(id.0)];
-            let base = region.base().as_ptr() as u64;
-            let n = u64::from(DEVICE_PAGES);
-            let mut side = match order {
-                Order::PageFirst => (p.page_bytes(), p.layer_bytes(), p.part_bytes()),
-                Order::LayerFirst => (p.part_bytes(), n * p.layer_bytes(), n * p.part_bytes()),
-            };
-            let mut bases = None;
-            let mut address = 0;
-            if table {
-                let runs = u64::from(p.layers() * p.parts());
-                let list: Vec<u64> = (0..runs).map(|i| base + i * side.2).collect();
-                address = list.as_ptr() as u64;
-                bases = Some(list.clone().into_boxed_slice());
-                tables.push(list);
-                side = (side.0, 0xBAD, 0xBAD);
-            }
-            let base = if table { 0xDEAD } else { base };
-            let (page_step, layer_step, part_step) = side;
-            DevicePlane { side: Side { base, page_step, layer_step, part_step, table: address }, bases }
-        });
-        let planes: Vec<_> = planes.collect();
+        let base = |id: PlaneId| {
+            memory.regions().nth(usize::from(id.0)).map_or(0, |(_, region)| region.base().as_ptr() as u64)
+        };
+        let (planes, tables) = planes_of(&memory, order, table, base);
         let mut staging = vec![0u128; options.staging_bytes as usize / 16];
         options.staging = staging.as_mut_ptr() as u64;
         let can = Capabilities {
@@ -180,18 +200,34 @@ impl Rig {
         let mut device = Box::new(device.unwrap());
         let arena = Arc::new(HostArena::new(Arc::clone(&geometry), capacities(HOST_PAGES)).unwrap());
         device.attach_host(Arc::clone(&arena)).unwrap();
-        if options.host_chunk_pages != 0 {
-            device.options_mut().host_chunk_pages = options.host_chunk_pages;
+        if options.host_chunk_mask != u32::MAX {
+            device.options_mut().host_chunk_mask = options.host_chunk_mask;
         }
         let name = format!("stream {name} {order:?} table {table}");
         let kind = Kind::Stream(device, driver, memory);
         Rig { name, geometry, kind, arena, next_op: 1, random: Random(2), _keep: (staging, tables) }
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(name: &str, options: PlanOptions, order: Order, table: bool) -> Rig {
+        let geometry = geometry();
+        let mut cuda = crate::cuda::Cuda::new(&geometry, options, order, table);
+        let arena = Arc::new(HostArena::new(Arc::clone(&geometry), capacities(HOST_PAGES)).unwrap());
+        cuda.device.attach_host(Arc::clone(&arena)).unwrap();
+        if options.host_chunk_mask != u32::MAX {
+            cuda.device.options_mut().host_chunk_mask = options.host_chunk_mask;
+        }
+        let name = format!("cuda {name} {order:?} table {table}");
+        let kind = Kind::Cuda(Box::new(cuda));
+        Rig { name, geometry, kind, arena, next_op: 1, random: Random(3), _keep: Default::default() }
+    }
+
     pub(crate) fn device(&mut self) -> &mut dyn Device {
         match &mut self.kind {
             Kind::Soft(device) => device,
             Kind::Stream(device, ..) => device.as_mut(),
+            #[cfg(feature = "cuda")]
+            Kind::Cuda(cuda) => &mut cuda.device,
         }
     }
 
@@ -202,14 +238,14 @@ impl Rig {
     pub(crate) fn soft_device(&self) -> &SoftDevice {
         match &self.kind {
             Kind::Soft(device) => device,
-            Kind::Stream(..) => panic!("{} is no soft device", self.name),
+            _ => panic!("{} is no soft device", self.name),
         }
     }
 
     pub(crate) fn stream_device(&mut self) -> (&mut StreamDevice<FakeDriver>, &FakeDriver) {
         match &mut self.kind {
-            Kind::Soft(_) => panic!("{} is no stream device", self.name),
             Kind::Stream(device, driver, _) => (device, driver),
+            _ => panic!("{} is no stream device", self.name),
         }
     }
 
@@ -217,6 +253,8 @@ impl Rig {
         match &self.kind {
             Kind::Soft(device) => device.memory(),
             Kind::Stream(_, _, memory) => memory,
+            #[cfg(feature = "cuda")]
+            Kind::Cuda(cuda) => &cuda.memory,
         }
     }
 
@@ -229,6 +267,8 @@ impl Rig {
                     driver.run(50, &mut self.random);
                 }
             }
+            #[cfg(feature = "cuda")]
+            Kind::Cuda(_) => {}
         }
     }
 
@@ -242,6 +282,13 @@ impl Rig {
                 }
             }
             Kind::Stream(_, driver, _) => driver.run(1 + random.below(6) as u32, random),
+            #[cfg(feature = "cuda")]
+            Kind::Cuda(_) => {
+                // It runs by itself; some operations meet it in flight, some find it done.
+                if random.below(4) == 0 {
+                    std::thread::sleep(std::time::Duration::from_micros(50));
+                }
+            }
         }
     }
 
@@ -252,6 +299,8 @@ impl Rig {
                 driver.gate(device.launched().number() + 1);
                 device.note_compute(COMPUTE).unwrap()
             }
+            #[cfg(feature = "cuda")]
+            Kind::Cuda(cuda) => cuda.compute_begin(),
         }
     }
 
@@ -259,6 +308,8 @@ impl Rig {
         match &mut self.kind {
             Kind::Soft(device) => device.compute_end(piece),
             Kind::Stream(_, driver, _) => driver.open(piece.number()),
+            #[cfg(feature = "cuda")]
+            Kind::Cuda(cuda) => cuda.open_gate(piece.number()),
         }
     }
 

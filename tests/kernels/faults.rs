@@ -1,6 +1,6 @@
 //! Planted faults for the sanitizers, one per kind of mistake a planner could make.
 //!
-//! They are ignored because they are undefined behaviour on purpose: `.ci/kernels` runs each under the
+//! They are ignored because they are undefined behaviour on purpose: `.ci/parts/kernels` runs each under the
 //! sanitizer that must stop it, and fails if it does not.
 
 use sapwood::backend::device::cpu::{CpuMode, launch_pages};
@@ -26,13 +26,13 @@ fn launch(threads: bool, edit: impl FnOnce(&mut PageJob<PAIRS_SMALL>)) {
 }
 
 #[test]
-#[ignore = "run by .ci/kernels under the address sanitizer, which must stop it"]
+#[ignore = "run by .ci/parts/kernels under the address sanitizer, which must stop it"]
 fn page_past_the_pool() {
     launch(false, |job| job.dst[2] = 4);
 }
 
 #[test]
-#[ignore = "run by .ci/kernels under the address sanitizer, which must stop it"]
+#[ignore = "run by .ci/parts/kernels under the address sanitizer, which must stop it"]
 fn run_longer_than_the_page() {
     launch(false, |job| {
         job.head.run_bytes += 4096;
@@ -41,13 +41,13 @@ fn run_longer_than_the_page() {
 }
 
 #[test]
-#[ignore = "run by .ci/kernels under the undefined-behaviour sanitizer, which must stop it"]
+#[ignore = "run by .ci/parts/kernels under the undefined-behaviour sanitizer, which must stop it"]
 fn misaligned_base() {
     launch(false, |job| job.head.src.base += 8);
 }
 
 #[test]
-#[ignore = "run by .ci/kernels under the thread sanitizer, which must report it"]
+#[ignore = "run by .ci/parts/kernels under the thread sanitizer, which must report it"]
 fn two_blocks_on_one_page() {
     launch(true, |job| job.dst[1] = 0);
 }

@@ -1,5 +1,7 @@
 //! bf16 to mx8 and back, against arithmetic in f64.
 
+use std::sync::LazyLock;
+
 use sapwood::backend::device::cpu::{CpuMode, launch_pages};
 use sapwood::backend::device::kernels::{Head, Kernel, PAIRS_SMALL, PageJob, Side};
 
@@ -19,14 +21,15 @@ fn bf16(bits: u16) -> f64 {
     f64::from(f32::from_bits(u32::from(bits) << 16))
 }
 
-/// Nearest e4m3 code of a magnitude up to 448, ties to the even code, by search.
+/// Nearest e4m3 code of a magnitude up to 448, ties to the even code, by bisection of all magnitudes.
 fn nearest(value: f64) -> u8 {
+    static MAGNITUDES: LazyLock<Vec<f64>> = LazyLock::new(|| (0..0x7F).map(e4m3).collect());
     let m = value.abs();
-    let code = (0..0x7Fu8).min_by(|&a, &b| {
-        let (da, db) = ((e4m3(a) - m).abs(), (e4m3(b) - m).abs());
-        da.total_cmp(&db).then((a & 1).cmp(&(b & 1)))
-    });
-    code.unwrap() | if value.is_sign_negative() { 0x80 } else { 0 }
+    let above = MAGNITUDES.partition_point(|&x| x < m).min(0x7E);
+    let below = above.saturating_sub(1);
+    let (up, down) = (MAGNITUDES[above] - m, m - MAGNITUDES[below]);
+    let code = if up < down || (up == down && above % 2 == 0) { above } else { below };
+    code as u8 | if value.is_sign_negative() { 0x80 } else { 0 }
 }
 
 fn launch(kernel: Kernel, head: Head, pages: &[(u32, u32)], grid: u32) {

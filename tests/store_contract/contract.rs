@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use sapwood::backend::store::fault::Faulty;
-use sapwood::backend::store::file::{FileConfig, FileStore, IoMode};
+use sapwood::backend::store::file::{FileConfig, FileStore, IoEngine, IoMode};
 use sapwood::backend::store::mem::MemStore;
 use sapwood::backend::store::wrap::{Breaker, Deadlines, Detached, Limit, Retry, Wrapped};
 use sapwood::backend::store::{Call, Cancel, Health, Item, Outcome, RegionToken, RegisterError, Span, Store};
@@ -387,6 +387,27 @@ macro_rules! suite {
 
 const ROOMY: usize = 64 << 20;
 
+/// A file store on `io_uring`, if this build and this system have it.
+fn ring(change: impl FnOnce(&mut FileConfig)) -> Option<Fixture> {
+    if !cfg!(feature = "uring") {
+        crate::kit::skip("the feature uring");
+        return None;
+    }
+    let mut engine = IoEngine::Threads;
+    let fixture = file_seen(
+        |c| {
+            c.engine = IoEngine::Uring;
+            change(c);
+        },
+        |store| engine = store.engine(),
+    );
+    if engine != IoEngine::Uring {
+        crate::kit::skip("io_uring (the system refuses it)");
+        return None;
+    }
+    Some(fixture)
+}
+
 #[cfg(feature = "mooncake")]
 fn mooncake() -> Option<Fixture> {
     use sapwood::backend::store::mooncake::{MooncakeConfig, MooncakeStore};
@@ -428,12 +449,18 @@ fn stacked() -> Fixture {
 
 /// A file store in a directory of its own, with segments so small that the suite fills several.
 fn file(change: impl FnOnce(&mut FileConfig)) -> Fixture {
+    file_seen(change, |_| {})
+}
+
+fn file_seen(change: impl FnOnce(&mut FileConfig), see: impl FnOnce(&FileStore)) -> Fixture {
     let dir = tempfile::tempdir().unwrap();
     let mut config = FileConfig::new(dir.path().join("store"), ROOMY as u64);
     config.segment_bytes = 1 << 20;
     config.free_bytes_min = 0;
     change(&mut config);
-    Fixture::new(FileStore::open(config).unwrap()).keeping(dir)
+    let store = FileStore::open(config).unwrap();
+    see(&store);
+    Fixture::new(store).keeping(dir)
 }
 
 suite! {
@@ -441,6 +468,12 @@ suite! {
     file_buffered: Some(file(|_| {}));
     file_direct: Some(file(|c| c.io = IoMode::Direct));
     file_packed: Some(file(|c| c.align = 64));
+    uring_buffered: ring(|_| {});
+    uring_direct: ring(|c| c.io = IoMode::Direct);
+    uring_shallow: ring(|c| c.depth = 1);
+    redis_socket: crate::remote::redis_fixture(true);
+    redis_tcp: crate::remote::redis_fixture(false);
+    bucket: crate::remote::bucket_fixture();
     retried: Some(Fixture::new(Wrapped::new(MemStore::new(ROOMY), Retry::new(3, TICK))));
     guarded: Some(Fixture::new(Wrapped::new(MemStore::new(ROOMY), Breaker::new(3, TICK))));
     limited: Some(Fixture::new(Wrapped::new(MemStore::new(ROOMY), Limit::new(1 << 40, 1 << 40, TICK))));

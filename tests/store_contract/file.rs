@@ -3,9 +3,11 @@
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
 use std::path::Path;
 use std::slice::from_ref;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use sapwood::backend::store::file::{FileConfig, FileStore, IoMode, OpenError};
+use sapwood::backend::store::file::{DiskEvent, FileConfig, FileStore, IoMode, OpenError, Witness};
 use sapwood::backend::store::{Call, Health, Outcome, Store, StoreError};
 
 use crate::kit::{Arena, bytes_of, item, key, namespace_of, skip};
@@ -90,6 +92,52 @@ fn the_cap_holds_and_the_oldest_go() {
     let found = (0..1000).filter(|&n| got(&store, &a, n).is_ok()).count() as u64;
     assert_eq!(found, stats.objects);
     assert_eq!(store.stats().corrupt_total, 0);
+}
+
+/// What is read keeps its place, whatever streams through beside it.
+#[test]
+fn pages_that_are_read_outlive_pages_that_are_not() {
+    for io in [IoMode::Buffered, IoMode::Direct] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut c = config(&dir.path().join("s"));
+        (c.bytes_max, c.io) = (512 << 10, io);
+        let store = FileStore::open(c.clone()).unwrap();
+        let a = Arena::new(&store, LEN);
+        (0..3).for_each(|n| assert!(put(&store, &a, n).is_ok()));
+        for n in 100..600 {
+            assert_eq!(put(&store, &a, n), Outcome::Ok(LEN));
+            if n % 4 == 0 {
+                assert_eq!(got(&store, &a, 0), Outcome::Ok(LEN), "after {n}");
+                assert_eq!(got(&store, &a, 2), Outcome::Ok(LEN), "after {n}");
+            }
+        }
+        assert_eq!(got(&store, &a, 1), Outcome::Missing);
+        let stats = store.stats();
+        assert!(stats.rescued_total >= 10 && stats.bytes <= c.bytes_max, "{stats:?}");
+        // A moved page is moved for good.
+        drop(store);
+        let store = FileStore::open(c).unwrap();
+        let a = Arena::new(&store, LEN);
+        assert_eq!(got(&store, &a, 2), Outcome::Ok(LEN));
+    }
+}
+
+/// A store in which everything is read still takes new pages.
+#[test]
+fn rescuing_leaves_room_for_new_pages() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut c = config(&dir.path().join("s"));
+    c.bytes_max = 512 << 10;
+    let store = FileStore::open(c).unwrap();
+    let a = Arena::new(&store, LEN);
+    for n in 0..300 {
+        assert_eq!(put(&store, &a, n), Outcome::Ok(LEN));
+        assert_eq!(got(&store, &a, n), Outcome::Ok(LEN));
+    }
+    let stats = store.stats();
+    assert!(stats.rescued_total <= 150, "{} moved for 300 written", stats.rescued_total);
+    assert!(stats.evicted_total >= 200);
+    assert_eq!(got(&store, &a, 299), Outcome::Ok(LEN));
 }
 
 #[test]
@@ -370,6 +418,65 @@ fn removals_and_clearings_hold_after_a_restart_and_give_blocks_back() {
     assert!(disk_bytes(&root) < 64 << 10, "{}", disk_bytes(&root));
 }
 
+/// Stops in the first sync of a file until it is let go.
+#[derive(Debug, Default)]
+struct Stopper {
+    state: Mutex<(bool, bool)>,
+    changed: Condvar,
+}
+
+impl Stopper {
+    fn wait_until(&self, ready: fn(&(bool, bool)) -> bool) {
+        let mut s = self.state.lock().unwrap();
+        while !ready(&s) {
+            s = self.changed.wait(s).unwrap();
+        }
+    }
+
+    fn let_go(&self) {
+        self.state.lock().unwrap().1 = true;
+        self.changed.notify_all();
+    }
+}
+
+impl Witness for Stopper {
+    fn saw(&self, event: DiskEvent<'_>) {
+        if matches!(event, DiskEvent::SyncFile { .. }) {
+            self.state.lock().unwrap().0 = true;
+            self.changed.notify_all();
+            self.wait_until(|s| s.1);
+        }
+    }
+}
+
+/// Two callers sync at once: the second finds nothing left to do, but what the first took over is not on the
+/// disk yet.
+#[test]
+fn a_sync_does_not_overtake_another() {
+    let dir = tempfile::tempdir().unwrap();
+    let stopper = Arc::new(Stopper::default());
+    let mut c = config(&dir.path().join("s"));
+    c.witness = Some(Arc::clone(&stopper) as Arc<dyn Witness>);
+    let store = FileStore::open(c).unwrap();
+    let a = Arena::new(&store, LEN);
+    assert!(put(&store, &a, 1).is_ok());
+    let second = AtomicBool::new(false);
+    std::thread::scope(|s| {
+        s.spawn(|| store.sync(&Call::unbounded()).unwrap());
+        stopper.wait_until(|s| s.0);
+        s.spawn(|| {
+            store.sync(&Call::unbounded()).unwrap();
+            second.store(true, Ordering::SeqCst);
+        });
+        // Time enough to overtake, if it could; a slow machine only makes the test easier to pass.
+        std::thread::sleep(Duration::from_millis(50));
+        let overtook = second.load(Ordering::SeqCst);
+        stopper.let_go();
+        assert!(!overtook);
+    });
+    assert!(second.load(Ordering::SeqCst));
+}
+
 #[test]
 fn verify_finds_and_puts_aside_what_rotted() {
     let dir = tempfile::tempdir().unwrap();
@@ -438,12 +545,12 @@ fn a_removal_under_readers_is_a_miss_never_corruption() {
     (c.bytes_max, c.segment_bytes) = (64 << 20, 8 << 20);
     let store = FileStore::open(c).unwrap();
     let whole = bytes_of(1, BIG);
-    let over = std::sync::atomic::AtomicBool::new(false);
+    let over = AtomicBool::new(false);
     std::thread::scope(|s| {
         for _ in 0..3 {
             s.spawn(|| {
                 let a = Arena::new(&store, BIG);
-                while !over.load(std::sync::atomic::Ordering::Relaxed) {
+                while !over.load(Ordering::Relaxed) {
                     let outcome = store.get(&[item(1, a.span(0, BIG))], &Call::unbounded())[0];
                     assert!(matches!(outcome, Outcome::Ok(_) | Outcome::Missing), "{outcome:?}");
                     assert!(!outcome.is_ok() || a.read(0, BIG) == whole);
@@ -457,7 +564,7 @@ fn a_removal_under_readers_is_a_miss_never_corruption() {
             std::thread::yield_now();
             assert!(store.remove(&[key(1)], &Call::unbounded())[0].is_ok());
         }
-        over.store(true, std::sync::atomic::Ordering::Relaxed);
+        over.store(true, Ordering::Relaxed);
     });
     assert_eq!(store.stats().corrupt_total, 0);
 }

@@ -6,9 +6,12 @@ mod crash;
 mod file;
 mod identity;
 mod kit;
+mod remote;
 #[cfg(feature = "mooncake")]
 #[path = "../mooncake/service.rs"]
 mod service;
+#[cfg(any(feature = "redis", feature = "object"))]
+mod services;
 #[cfg(feature = "mooncake-capi")]
 #[path = "../mooncake/stand_in.rs"]
 mod stand_in;

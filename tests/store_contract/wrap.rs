@@ -149,6 +149,11 @@ fn a_limit_makes_calls_wait_for_their_bytes() {
     assert_eq!(store.put(&items[..1], &Call::within(PAUSE)), [Outcome::Busy]);
     assert_eq!(store.stats().busy_total, 1);
     assert_eq!(store.get(&items, &Call::within(Duration::from_secs(60))), [Outcome::Ok(LEN); 3]);
+    // Nor does a cancelled caller wait.
+    let (call, slept) = (Call::unbounded(), clock.slept());
+    call.cancel.cancel();
+    assert_eq!(store.put(&items[..1], &call), [Outcome::Cancelled]);
+    assert_eq!(clock.slept(), slept);
     clock.advance(Duration::from_secs(1));
     assert_eq!(store.put(&items[..1], &Call::within(PAUSE)), [Outcome::Ok(LEN)]);
 }

@@ -3,6 +3,7 @@
 
 mod backup;
 mod common;
+mod idle;
 mod load;
 mod prefetch;
 mod storage;

@@ -118,6 +118,39 @@ fn b37_a_permanent_failure_is_bounded() {
     rig.assert_quiet();
 }
 
+/// The attempts for a long path of many nodes grow with entries times depth, not by a power of the depth.
+#[test]
+fn a_store_that_refuses_is_not_stormed() {
+    let trunk: String = ('A'..='T').collect();
+    let mut slow = with_store(config(256, 256, WT1));
+    if let Some(store) = &mut slow.store {
+        store.pages_in_flight_max = 2;
+    }
+    let mut rig = Rig::new(slow);
+    // A branch at every page, so that every page of the trunk is a node of its own.
+    for depth in 1..=trunk.len() {
+        rig.serve(&t(&format!("{}z", &trunk[..depth])));
+    }
+    let mut now = Time::ZERO;
+    while let Some(first) = rig.pending.first() {
+        let call = match first {
+            Pending::Put(..) => Call::Each(vec![PageOutcome::Refused; 2]),
+            _ => Call::Well,
+        };
+        rig.complete(0, &call);
+        // Writes end one after the other, so their retries are due one after the other.
+        now = now + 1_000;
+        if rig.pending.is_empty() {
+            now = rig.core.next_timeout().map_or(now, |due| due.max(now));
+        }
+        rig.tick(now);
+    }
+    let (entries, depth, attempts) = (20, 21, 4);
+    let failed = rig.core.stats().store_put_failed_pages;
+    assert!(failed >= entries * attempts && failed <= entries * depth * attempts, "{failed} failed writes");
+    rig.assert_quiet();
+}
+
 /// A store that is slow pins a bounded number of host pages, and the rest waits in the queue.
 #[test]
 fn a_slow_store_has_a_bounded_share() {

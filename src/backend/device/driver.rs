@@ -81,6 +81,10 @@ pub unsafe trait Driver: Send {
     /// Undoes `register_host`; nothing is in flight.
     fn unregister_host(&mut self, base: NonNull<u8>, len: usize) -> Result<(), DriverError>;
 
+    /// Work may be in flight for ever: nothing that it could touch may be given back when the driver is
+    /// dropped, and dropping must not wait.
+    fn abandon(&mut self);
+
     /// Calls the waker when the stream gets here.
     fn notify(&mut self, stream: StreamId, waker: &Waker) -> Result<(), DriverError>;
 

@@ -109,6 +109,18 @@ pub enum JobError {
         /// Pages there are.
         pages: u32,
     },
+    /// The fence does not cover the last use of the page that the device was told of.
+    #[error("fence {fence} does not cover use {last_use} of page {page:?} of pool {pool:?}")]
+    FenceTooEarly {
+        /// The pool.
+        pool: PoolKind,
+        /// The device page.
+        page: PageId,
+        /// Number in the fence.
+        fence: u64,
+        /// Number of the last use.
+        last_use: u64,
+    },
     /// Another job or access in flight owns the page, or the job names it twice.
     #[error("page {page:?} of pool {pool:?} in tier {tier:?} belongs to an access in flight")]
     PageBusy {
@@ -149,7 +161,11 @@ impl CopyJob<'_> {
             for (tier, list, pages) in
                 [(from, part.src, src_pages(part.pool)), (to, part.dst, dst_pages(part.pool))]
             {
-                if let Some(&page) = list.iter().find(|p| p.0 >= pages) {
+                // The largest first: that loop has no early exit and runs by vectors.
+                let largest = list.iter().copied().max();
+                if largest.is_some_and(|p| p.0 >= pages)
+                    && let Some(&page) = list.iter().find(|p| p.0 >= pages)
+                {
                     return Err(JobError::NoSuchPage { tier, pool: part.pool, page, pages });
                 }
             }

@@ -12,7 +12,7 @@ use crate::pool::Plane;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u32)]
 pub enum Kernel {
-    /// 16-byte units, 64 lanes to a segment: runs of 1 KiB and more.
+    /// 16-byte units, 64 lanes to a segment: runs of 4 KiB and more.
     Copy16Wide = 0,
     /// 16-byte units, 16 lanes to a segment: shorter runs.
     Copy16Narrow = 1,
@@ -368,7 +368,8 @@ impl PlaneCopy {
     #[must_use]
     pub fn register_kernel(&self) -> Kernel {
         match self.unit {
-            16 if self.head.run_bytes >= 1024 => Kernel::Copy16Wide,
+            // Shorter runs would leave most of the four loads of each of 64 lanes unused.
+            16 if self.head.run_bytes >= 4096 => Kernel::Copy16Wide,
             16 => Kernel::Copy16Narrow,
             8 => Kernel::Copy8,
             4 => Kernel::Copy4,

@@ -74,8 +74,9 @@ pub struct PlanOptions {
     pub staging: u64,
     /// Whether launches take 32 KiB of parameters.
     pub large_params: bool,
-    /// Pages of host memory that one registration covers; no copy spans two. 0 if one covers all.
-    pub host_chunk_pages: u32,
+    /// Pages of host memory that one registration covers, a power of two, minus one: no copy spans two.
+    /// `u32::MAX` if one covers all.
+    pub host_chunk_mask: u32,
 }
 
 impl Default for PlanOptions {
@@ -93,7 +94,7 @@ impl Default for PlanOptions {
             staging_bytes: 0,
             staging: 0,
             large_params: true,
-            host_chunk_pages: 0,
+            host_chunk_mask: u32::MAX,
         }
     }
 }
@@ -178,6 +179,18 @@ impl Plan {
         self.dst.clear();
         self.len.clear();
     }
+
+    fn reserve(&mut self, descriptors: usize) {
+        self.src.reserve(descriptors);
+        self.dst.reserve(descriptors);
+        self.len.reserve(descriptors);
+    }
+
+    fn descriptor(&mut self, from: u64, to: u64, bytes: u64) {
+        self.src.push(from);
+        self.dst.push(to);
+        self.len.push(bytes as usize);
+    }
 }
 
 /// Engines to choose from.
@@ -256,7 +269,7 @@ impl Planner {
 
     fn piece(&mut self, piece: &Piece<'_>) {
         match self.choose(piece) {
-            Engine::Copier => self.batches(piece, 0..piece.pages.src.len()),
+            Engine::Copier => self.batches(piece),
             Engine::Kernel => self.launches(piece),
             Engine::Staged => self.staged(piece),
         }
@@ -303,34 +316,51 @@ impl Planner {
 
     /// Descriptors that the copy engine would need.
     fn descriptors(&self, piece: &Piece<'_>) -> u64 {
-        let groups = if piece.pages_merge() {
-            1 + (1..piece.pages.src.len()).filter(|&i| !self.joins(piece, i)).count()
-        } else {
-            piece.pages.src.len()
-        };
+        let groups = piece.pages.src.len() - if piece.pages_merge() { self.joints(piece) } else { 0 };
         groups as u64 * piece.copy.runs_per_page()
     }
 
-    /// Whether pair `i` continues pair `i - 1` on both sides, inside one registration.
-    fn joins(&self, piece: &Piece<'_>, i: usize) -> bool {
+    /// Pairs that continue the pair before them. No branch: it runs by vectors.
+    fn joints(&self, piece: &Piece<'_>) -> usize {
         let (src, dst) = (piece.pages.src, piece.pages.dst);
-        let host = if piece.direction == Direction::HostToDevice { src[i].0 } else { dst[i].0 };
-        let chunk = self.options.host_chunk_pages;
-        src[i].0.wrapping_sub(1) == src[i - 1].0
-            && dst[i].0.wrapping_sub(1) == dst[i - 1].0
-            && (chunk == 0 || !host.is_multiple_of(chunk))
+        let mask = self.options.host_chunk_mask;
+        let host = if piece.direction == Direction::HostToDevice { src } else { dst };
+        let follows = |w: &[PageId]| w[1].0 == w[0].0.wrapping_add(1);
+        let pairs = src.windows(2).zip(dst.windows(2)).zip(host.iter().skip(1));
+        let joined = pairs.map(|((s, d), h)| u32::from(follows(s) & follows(d) & (h.0 & mask != 0)));
+        joined.sum::<u32>() as usize
     }
 
-    /// Descriptors for `pairs` of a piece, in slices.
-    fn batches(&mut self, piece: &Piece<'_>, pairs: Range<usize>) {
+    /// Whether pair `i` continues pair `i - 1` on both sides, inside one registration.
+    #[inline]
+    fn joins(&self, piece: &Piece<'_>, i: usize) -> bool {
+        let (src, dst) = (piece.pages.src, piece.pages.dst);
+        // Scattered lists fail the first test nearly always.
+        src[i].0 == src[i - 1].0.wrapping_add(1)
+            && dst[i].0 == dst[i - 1].0.wrapping_add(1)
+            && !self.starts_chunk(if piece.direction == Direction::HostToDevice { src[i] } else { dst[i] })
+    }
+
+    /// Whether a host page is the first of a registration.
+    fn starts_chunk(&self, page: PageId) -> bool {
+        page.0 & self.options.host_chunk_mask == 0
+    }
+
+    /// Descriptors for all pairs of a piece, in slices.
+    fn batches(&mut self, piece: &Piece<'_>) {
         let (src, dst) = (piece.pages.src, piece.pages.dst);
         let head = piece.copy.head;
-        let merge = piece.pages_merge();
+        let runs = src.len() * head.layers as usize * head.parts as usize;
+        self.plan.reserve(runs);
+        let merge = piece.pages_merge() && self.joints(piece) > 0;
+        if !merge && piece.is_one_run() && head.run_bytes <= self.options.slice_bytes {
+            return self.single_runs(piece);
+        }
         let mut slice = Slice::begin(&self.plan, self.options.slice_bytes);
-        let mut first = pairs.start;
-        while first < pairs.end {
+        let mut first = 0;
+        while first < src.len() {
             let mut end = first + 1;
-            while merge && end < pairs.end && self.joins(piece, end) {
+            while merge && end < src.len() && self.joins(piece, end) {
                 end += 1;
             }
             let bytes = head.run_bytes * (end - first) as u64;
@@ -344,6 +374,21 @@ impl Planner {
             first = end;
         }
         slice.end(&mut self.plan);
+    }
+
+    /// [`Planner::batches`] where every page is one run and none continues another: list by list.
+    fn single_runs(&mut self, piece: &Piece<'_>) {
+        let head = piece.copy.head;
+        let (plan, n) = (&mut self.plan, piece.pages.src.len());
+        let first = plan.len.len();
+        let of = |side: Side| move |page: &PageId| side.base + u64::from(page.0) * side.page_step;
+        plan.src.extend(piece.pages.src.iter().map(of(head.src)));
+        plan.dst.extend(piece.pages.dst.iter().map(of(head.dst)));
+        plan.len.resize(first + n, head.run_bytes as usize);
+        let per_slice = usize::try_from(self.options.slice_bytes / head.run_bytes).unwrap_or(n).max(1);
+        for at in (0..n).step_by(per_slice) {
+            plan.steps.push(PlanStep::Batch { first: first + at, count: per_slice.min(n - at) });
+        }
     }
 
     fn pairs_per_launch(&self, copy: &PlaneCopy, kernel: Kernel) -> usize {
@@ -433,10 +478,9 @@ impl Planner {
 
     fn joins_on_host(&self, piece: &Piece<'_>, i: usize) -> bool {
         let dst = piece.pages.dst;
-        let chunk = self.options.host_chunk_pages;
         piece.copy.head.dst.page_step == piece.plane.page_bytes()
-            && dst[i].0.wrapping_sub(1) == dst[i - 1].0
-            && (chunk == 0 || !dst[i].0.is_multiple_of(chunk))
+            && dst[i].0 == dst[i - 1].0.wrapping_add(1)
+            && !self.starts_chunk(dst[i])
     }
 }
 
@@ -449,19 +493,27 @@ struct Slice {
 
 impl Slice {
     fn begin(plan: &Plan, limit: u64) -> Slice {
-        Slice { first: plan.len.len(), bytes: 0, limit }
+        Slice { first: plan.len.len(), bytes: 0, limit: limit.max(1) }
     }
 
+    #[inline]
     fn push(&mut self, plan: &mut Plan, from: u64, to: u64, bytes: u64) {
-        let (mut from, mut to, mut left) = (from, to, bytes);
+        if bytes <= self.limit - self.bytes {
+            plan.descriptor(from, to, bytes);
+            self.bytes += bytes;
+        } else {
+            self.push_cut(plan, from, to, bytes);
+        }
+    }
+
+    #[cold]
+    fn push_cut(&mut self, plan: &mut Plan, mut from: u64, mut to: u64, mut left: u64) {
         while left > 0 {
             if self.bytes >= self.limit {
                 self.end(plan);
             }
             let n = left.min((self.limit - self.bytes).max(1));
-            plan.src.push(from);
-            plan.dst.push(to);
-            plan.len.push(n as usize);
+            plan.descriptor(from, to, n);
             self.bytes += n;
             (from, to, left) = (from + n, to + n, left - n);
         }
@@ -501,6 +553,11 @@ impl<'a> Piece<'a> {
 
     fn takes_ring(&self) -> bool {
         self.kernel_copy.is_16_aligned() && self.kernel_copy.head.run_bytes >= RING_RUN_BYTES
+    }
+
+    /// Whether a page is one run at a regular distance from the next.
+    fn is_one_run(&self) -> bool {
+        self.copy.runs_per_page() == 1 && self.src.bases.is_none() && self.dst.bases.is_none()
     }
 
     fn pages_merge(&self) -> bool {
@@ -607,7 +664,7 @@ mod tests {
         gap[16..].iter_mut().for_each(|p| p.0 += 1);
         let mut p = plan(options, false, Direction::DeviceToHost, &src, &gap, false);
         assert_eq!(p.plan_mut().len, [16 << 20, 16 << 20]);
-        let chunked = PlanOptions { host_chunk_pages: 8, ..options };
+        let chunked = PlanOptions { host_chunk_mask: 7, ..options };
         let mut p = plan(chunked, false, Direction::HostToDevice, &src, &dst, false);
         assert_eq!(p.plan_mut().len, [8 << 20; 4]);
     }

@@ -13,6 +13,7 @@ use super::job::{CopyJob, Direction, JobError};
 use super::transfer::{Completion, CopyFault, Outcome, Record, TransferId};
 use super::{CloseReport, Device, DeviceError, Refusal, Submit, Waker};
 use crate::backend::host::{Access, HostArena, MemoryError, Order, copy_layers};
+use crate::base::containers::Map;
 use crate::base::{Fence, PageId, Tier};
 use crate::pool::{Capacities, Geometry, PlaneId, PlaneSet, PoolKind};
 
@@ -129,6 +130,8 @@ struct State {
     next_transfer: u64,
     compute_last: u64,
     compute_open: BTreeSet<u64>,
+    /// Last use of device pages by open compute work, where the device was told.
+    uses: Map<(PoolKind, PageId), u64>,
     faults: Vec<SoftFault>,
     waker: Option<Waker>,
     closed: bool,
@@ -144,6 +147,28 @@ impl State {
     fn head_runs(&self, d: Direction) -> bool {
         let q = d.index();
         !self.taken[q] && self.queues[q].front().is_some_and(|r| self.reached(r.fence))
+    }
+
+    /// Whether the fence covers every use of the job's device pages that is known.
+    fn check_uses(&self, job: &CopyJob<'_>, after: Fence) -> Result<(), JobError> {
+        if self.uses.is_empty() {
+            return Ok(());
+        }
+        for part in job.parts {
+            let (src, dst) = (job.direction.source(), job.direction.destination());
+            let sides = [(src, part.src), (dst, part.dst)];
+            for &page in sides.iter().filter(|(tier, _)| *tier == Tier::Device).flat_map(|(_, pages)| *pages)
+            {
+                match self.uses.get(&(part.pool, page)) {
+                    Some(&last_use) if last_use > after.number() => {
+                        let fence = after.number();
+                        return Err(JobError::FenceTooEarly { pool: part.pool, page, fence, last_use });
+                    }
+                    _ => {}
+                }
+            }
+        }
+        Ok(())
     }
 
     fn unended(&self) -> u32 {
@@ -198,6 +223,7 @@ impl SoftDevice {
             next_transfer: 0,
             compute_last: 0,
             compute_open: BTreeSet::new(),
+            uses: Map::default(),
             faults: Vec::new(),
             waker: None,
             closed: false,
@@ -301,9 +327,25 @@ impl SoftDevice {
         Fence::after(n)
     }
 
+    /// Begins a piece of compute work on the given device pages. Until it ends, a job that touches one of them
+    /// behind an earlier fence is refused with [`JobError::FenceTooEarly`]: on a real device it would be
+    /// the silent kind of wrong.
+    #[must_use = "work that never ends holds back every copy behind it"]
+    pub fn compute_begin_on(&self, pages: &[(PoolKind, PageId)]) -> Fence {
+        let fence = self.compute_begin();
+        let mut s = self.lock();
+        for &page in pages {
+            s.uses.insert(page, fence.number());
+        }
+        fence
+    }
+
     /// Ends a piece of compute work. A second end of the same piece has no effect.
     pub fn compute_end(&self, piece: Fence) {
-        self.lock().compute_open.remove(&piece.number());
+        let mut s = self.lock();
+        s.compute_open.remove(&piece.number());
+        s.uses.retain(|_, &mut last| last != piece.number());
+        drop(s);
         self.owner.shared.work.notify_all();
     }
 
@@ -596,6 +638,7 @@ impl Device for SoftDevice {
             return Err(DeviceError::NoHostArena);
         }
         job.check(pages(job.direction.source()), pages(job.direction.destination()))?;
+        s.check_uses(job, after)?;
         let q = job.direction.index();
         let limit = shared.options.queue_limit;
         if s.in_flight[q] >= limit {

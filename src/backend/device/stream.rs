@@ -230,21 +230,16 @@ impl<D: Driver> StreamDevice<D> {
                 other => other.into(),
             });
         }
-        let claims = &mut self.claims[pool.index()];
-        for (i, &page) in pages.iter().enumerate() {
-            // Page numbers were checked.
-            let count = &mut claims[page.0 as usize];
-            let free = match access {
-                Access::Shared => *count < u16::MAX - 1,
-                Access::Exclusive => *count == 0,
-            };
-            if !free {
-                self.release_side(tier, pool, &pages[..i], access);
-                return Err(JobError::PageBusy { tier, pool, page }.into());
-            }
-            *count = if access == Access::Shared { *count + 1 } else { u16::MAX };
-        }
-        Ok(())
+        // Page numbers were checked.
+        let claims = &mut self.claims[pool.index()][..];
+        let taken = match access {
+            Access::Shared => take_all(claims, pages, |n| (n < u16::MAX - 1).then(|| n + 1)),
+            Access::Exclusive => take_all(claims, pages, |n| (n == 0).then_some(u16::MAX)),
+        };
+        taken.map_err(|at| {
+            self.release_side(tier, pool, &pages[..at], access);
+            JobError::PageBusy { tier, pool, page: pages[at] }.into()
+        })
     }
 
     fn release(&mut self, direction: Direction, pool: PoolKind, src: &[PageId], dst: &[PageId]) {
@@ -412,6 +407,22 @@ impl<D: Driver> StreamDevice<D> {
     }
 }
 
+/// Takes claims in order; the position of the first that cannot be had.
+fn take_all(claims: &mut [u16], pages: &[PageId], take: impl Fn(u16) -> Option<u16>) -> Result<(), usize> {
+    for (at, page) in pages.iter().enumerate() {
+        let count = &mut claims[page.0 as usize];
+        *count = take(*count).ok_or(at)?;
+    }
+    Ok(())
+}
+
+/// Pages of one registration of host memory, a power of two so that planes of all sizes share the borders
+/// of the plane with the largest pages.
+fn pages_per_registration(page_bytes: u64) -> u64 {
+    let fit = (REGISTER_BYTES / page_bytes).max(1);
+    1 << fit.ilog2()
+}
+
 /// Puts page numbers into a launch record.
 fn fill<const N: usize>(
     job: &mut PageJob<N>,
@@ -450,7 +461,7 @@ impl<D: Driver> Device for StreamDevice<D> {
         for ((_, region), plane) in arena.regions().zip(self.geometry.planes()) {
             let page = plane.page_bytes();
             // Whole pages per registration: no copy may span two.
-            let chunk = (REGISTER_BYTES / page).max(1) * page;
+            let chunk = pages_per_registration(page) * page;
             let (mut at, mut mapped) = (0u64, None);
             while at < region.len() as u64 {
                 let len = chunk.min(region.len() as u64 - at) as usize;
@@ -469,9 +480,10 @@ impl<D: Driver> Device for StreamDevice<D> {
             let base = region.base().as_ptr() as u64;
             sides.push((side(base), side(mapped.unwrap_or(base))));
         }
-        let pages = self.geometry.planes().iter().map(|p| (REGISTER_BYTES / p.page_bytes()).max(1));
-        let chunk_pages = u32::try_from(pages.min().unwrap_or(0)).unwrap_or(0);
-        self.planner.options_mut().host_chunk_pages = chunk_pages;
+        let pages = self.geometry.planes().iter().map(|p| pages_per_registration(p.page_bytes())).min();
+        // Where one registration holds more pages than a pool can have, the mask has no effect.
+        let mask = pages.unwrap_or(1).saturating_sub(1);
+        self.planner.options_mut().host_chunk_mask = u32::try_from(mask).unwrap_or(u32::MAX);
         self.host = Some(HostSide { arena, sides });
         Ok(())
     }
@@ -584,15 +596,16 @@ impl<D: Driver> StreamDevice<D> {
 impl<D: Driver> Drop for StreamDevice<D> {
     fn drop(&mut self) {
         let quiet = self.unended() == 0 && self.failed.is_none();
-        let Some(host) = self.host.take() else { return };
         if !quiet {
             // The device may still write there: the memory must stay mapped for the life of the process.
-            std::mem::forget(host.arena);
+            self.driver.abandon();
+            std::mem::forget(self.host.take().map(|host| host.arena));
             return;
         }
+        let Some(host) = self.host.take() else { return };
         for ((_, region), plane) in host.arena.regions().zip(self.geometry.planes()) {
             let page = plane.page_bytes();
-            let chunk = ((REGISTER_BYTES / page).max(1) * page) as usize;
+            let chunk = (pages_per_registration(page) * page) as usize;
             for at in (0..region.len()).step_by(chunk) {
                 let base = region.base().map_addr(|a| a.saturating_add(at));
                 let undone = self.driver.unregister_host(base, chunk.min(region.len() - at));

@@ -368,24 +368,18 @@ impl HostArena {
 
     /// Claims all pages or none.
     pub(crate) fn take(&self, pool: PoolKind, pages: &[PageId], access: Access) -> Result<(), MemoryError> {
-        let guards = &self.guards[pool.index()];
-        for (i, &page) in pages.iter().enumerate() {
-            if !guards.take(page, access) {
-                self.give(pool, &pages[..i], access);
-                let limit = self.pages(pool);
-                return Err(if page.0 < limit {
-                    MemoryError::Busy { pool, page }
-                } else {
-                    MemoryError::NoSuchPage { pool, page, pages: limit }
-                });
+        self.guards[pool.index()].take(pages, access).map_err(|at| {
+            let (page, limit) = (pages[at], self.pages(pool));
+            match page.0 < limit {
+                true => MemoryError::Busy { pool, page },
+                false => MemoryError::NoSuchPage { pool, page, pages: limit },
             }
-        }
-        Ok(())
+        })
     }
 
     /// Releases what `take` took.
     pub(crate) fn give(&self, pool: PoolKind, pages: &[PageId], access: Access) {
-        pages.iter().for_each(|&page| self.guards[pool.index()].give(page, access));
+        self.guards[pool.index()].give(pages, access);
     }
 
     /// The memory of a plane that exists.

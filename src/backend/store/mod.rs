@@ -33,6 +33,10 @@ mod gate;
 pub mod mem;
 #[cfg(feature = "mooncake")]
 pub mod mooncake;
+#[cfg(feature = "object")]
+pub mod object;
+#[cfg(feature = "redis")]
+pub mod redis;
 pub mod regions;
 mod sealed;
 pub mod stats;

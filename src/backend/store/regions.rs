@@ -112,6 +112,27 @@ impl HeldSpans {
         self.0.iter().map(Held::bytes)
     }
 
+    /// The bytes from `from` on, at most `len` of them, run by run.
+    fn pieces(&self, from: usize, len: usize) -> impl Iterator<Item = &[u8]> {
+        let (mut skip, mut left) = (from, len);
+        self.runs().filter_map(move |run| {
+            let Some(run) = run.get(skip..) else {
+                skip -= run.len();
+                return None;
+            };
+            skip = 0;
+            let piece = &run[..run.len().min(left)];
+            left -= piece.len();
+            Some(piece)
+        })
+    }
+
+    /// Continues a CRC32C over `len` bytes beginning with byte `from`.
+    #[must_use]
+    pub fn crc32c(&self, from: usize, len: usize, crc: u32) -> u32 {
+        self.pieces(from, len).fold(crc, crc32c::crc32c_append)
+    }
+
     /// Copies `from` in, beginning with byte `at` of the item. Stops at the end of either. O(spans + bytes).
     pub fn fill(&self, at: usize, from: &[u8]) {
         let (mut skip, mut from) = (at, from);
@@ -131,18 +152,10 @@ impl HeldSpans {
 
     /// Copies out, beginning with byte `from` of these spans, as many bytes as `into` has.
     pub fn copy_to(&self, from: usize, into: &HeldSpans) {
-        let (mut skip, mut at) = (from, 0);
-        for run in self.runs() {
-            let run = run.get(skip..).unwrap_or_else(|| {
-                skip -= run.len();
-                &[]
-            });
-            if !run.is_empty() {
-                skip = 0;
-                into.fill(at, run);
-                at += run.len();
-            }
-        }
+        self.pieces(from, into.len()).fold(0, |at, piece| {
+            into.fill(at, piece);
+            at + piece.len()
+        });
     }
 
     /// All bytes, copied. For backends that send one buffer.
@@ -240,5 +253,16 @@ mod tests {
         held.append_to(&mut all);
         assert_eq!(all, [1, 1, 2, 3, 4, 1, 9]);
         assert_eq!(held.len(), 7);
+        for from in 0..=8 {
+            for len in 0..=8 {
+                let want = crc32c::crc32c(&all[from.min(7)..(from + len).min(7)]);
+                assert_eq!(held.crc32c(from, len, 0), want, "{from}+{len}");
+            }
+        }
+        let to = regions.resolve(&[span(500, 2), span(600, 2)]).unwrap();
+        held.copy_to(2, &to);
+        let mut copied = Vec::new();
+        to.append_to(&mut copied);
+        assert_eq!(copied, [2, 3, 4, 1]);
     }
 }

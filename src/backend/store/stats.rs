@@ -60,6 +60,8 @@ pub struct StoreStats {
     pub transport_total: u64,
     /// Objects removed to make room.
     pub evicted_total: u64,
+    /// Objects moved out of what was about to be evicted, because they had been read.
+    pub rescued_total: u64,
     /// Objects removed by `remove` and `clear`.
     pub removed_total: u64,
 }
@@ -85,6 +87,8 @@ pub struct Counters {
     transport: AtomicU64,
     /// See [`StoreStats::evicted_total`].
     pub(super) evicted: AtomicU64,
+    /// See [`StoreStats::rescued_total`].
+    pub(super) rescued: AtomicU64,
     /// See [`StoreStats::removed_total`].
     pub(super) removed: AtomicU64,
 }
@@ -160,6 +164,7 @@ impl Counters {
             cancelled_total: of(&self.cancelled),
             transport_total: of(&self.transport),
             evicted_total: of(&self.evicted),
+            rescued_total: of(&self.rescued),
             removed_total: of(&self.removed),
         }
     }

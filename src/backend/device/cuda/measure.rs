@@ -125,8 +125,9 @@ impl CudaDriver {
         Ok(us * RUNS as f64 / pages as f64)
     }
 
-    /// Microseconds of the fastest of five runs, on the stream of the direction.
-    fn best_us(
+    /// Microseconds of the fastest of five runs of `work` on the stream of the direction, by the clock of
+    /// the device. Waits.
+    pub fn best_us(
         &mut self,
         direction: Direction,
         mut work: impl FnMut(&mut CudaDriver) -> Result<(), DriverError>,

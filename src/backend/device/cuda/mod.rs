@@ -170,6 +170,7 @@ pub struct CudaDriver {
     owned: Vec<u64>,
     /// Events with time stamps, for measuring.
     timers: Vec<Handle>,
+    abandoned: bool,
 }
 
 // SAFETY: handles of the driver may be used from any thread; each call makes the context current first.
@@ -229,6 +230,7 @@ impl CudaDriver {
             batching,
             owned: Vec::new(),
             timers: Vec::new(),
+            abandoned: false,
         };
         driver.make_streams()?;
         driver.load_kernels()?;
@@ -427,6 +429,10 @@ unsafe impl Driver for CudaDriver {
         check("cuMemHostUnregister", unsafe { (self.api.host_unregister)(base.as_ptr().cast()) })
     }
 
+    fn abandon(&mut self) {
+        self.abandoned = true;
+    }
+
     fn notify(&mut self, stream: StreamId, waker: &Waker) -> Result<(), DriverError> {
         let _current = Current::new(&self.api, self.context)?;
         let data = Box::into_raw(Box::new(Arc::clone(waker))).cast::<c_void>();
@@ -514,6 +520,9 @@ unsafe impl Driver for CudaDriver {
 
 impl Drop for CudaDriver {
     fn drop(&mut self) {
+        if self.abandoned {
+            return;
+        }
         // Codes are ignored: a context that failed answers every call with its failure.
         if let Ok(_current) = Current::new(&self.api, self.context) {
             // SAFETY: each handle was made here and is destroyed once; freeing memory waits for its use.

@@ -58,7 +58,7 @@ pub(super) fn get(engine: &dyn Engine, inner: &Arc<Inner>, items: &[Item], call:
     let settle = |(item, slot): (&Item, Slot)| match slot {
         Slot::Over(outcome) => outcome,
         Slot::Suspect(loc) => settle_suspect(inner, item, loc),
-        // The engine has dropped the item; it finishes what it begins, so this is not reached.
+        // The engine has lost the item.
         Slot::Open | Slot::Reading(_) | Slot::Writing(_) => {
             Outcome::Transport(super::TransportCause::Protocol)
         }
@@ -96,19 +96,20 @@ impl Get {
         }
         let segment = index.segments.get(&loc.segment).cloned().ok_or(Outcome::Missing)?;
         drop(index);
+        segment.touch(loc.unit);
         let offset = u64::from(loc.unit) * u64::from(segment.head.align);
         let head = Head::new(&[], segment.head.header_bytes() as usize);
         Ok((loc, Op { segment, way: Way::Read, offset, head, payload }))
     }
 
-    fn check(&self, i: usize, op: &Op) -> Result<usize, Outcome> {
+    fn check(&self, i: usize, op: &Op, crc: Option<u32>) -> Result<usize, Outcome> {
         let item = &self.0.items[i];
         let header = Header::decode(op.head.bytes()).map_err(sealed::outcome_of)?;
         header.check(&item.key, &item.space).map_err(sealed::outcome_of)?;
         let len = op.payload.len();
         let holds = header.place == op.segment.head.place(op.offset)
             && header.payload_bytes == len as u64
-            && header.payload_crc == payload_crc(op.payload.runs());
+            && header.payload_crc == crc.unwrap_or_else(|| payload_crc(op.payload.runs()));
         if holds { Ok(len) } else { Err(Outcome::Corrupt) }
     }
 }
@@ -131,10 +132,10 @@ impl Batch for Get {
         }
     }
 
-    fn done(&self, i: usize, op: &Op, result: io::Result<()>) {
+    fn done(&self, i: usize, op: &Op, result: io::Result<Option<u32>>) {
         let Slot::Reading(loc) = self.0.take(i) else { return };
         let slot = match result {
-            Ok(()) => match self.check(i, op) {
+            Ok(crc) => match self.check(i, op, crc) {
                 Ok(len) => Slot::Over(Outcome::Ok(len)),
                 Err(Outcome::VersionMismatch { found }) => Slot::Over(Outcome::VersionMismatch { found }),
                 Err(_) => Slot::Suspect(loc),
@@ -155,7 +156,14 @@ pub(super) fn put(engine: &dyn Engine, inner: &Arc<Inner>, items: &[Item], call:
     let slots = std::mem::take(&mut *locked(&job.0.slots));
     let settle = |slot| match slot {
         Slot::Over(outcome) => outcome,
-        _ => Outcome::Transport(super::TransportCause::Protocol),
+        // The engine has lost the item. Its segment must not wait for it for ever.
+        Slot::Writing(place) => {
+            place.segment.end_write(None);
+            Outcome::Transport(super::TransportCause::Protocol)
+        }
+        Slot::Open | Slot::Reading(_) | Slot::Suspect(_) => {
+            Outcome::Transport(super::TransportCause::Protocol)
+        }
     };
     slots.into_iter().map(settle).collect()
 }
@@ -177,7 +185,10 @@ impl Put {
         let bytes = u64::from(u32::try_from(payload.len()).map_err(|_| Outcome::NoSpace)?);
         let crc = payload_crc(payload.runs());
         let (place, spent) = inner.log.place(bytes).map_err(outcome_of)?;
-        inner.seal_later(spent);
+        if spent.is_some() {
+            inner.seal_later(spent);
+            inner.rescue();
+        }
         let at = place.segment.head.place(place.offset);
         let header = Header { place: at, ..Header::new(item.key, item.space, bytes, crc) };
         let head = Head::new(&header.encode(), place.segment.head.header_bytes() as usize);
@@ -214,10 +225,10 @@ impl Batch for Put {
         }
     }
 
-    fn done(&self, i: usize, op: &Op, result: io::Result<()>) {
+    fn done(&self, i: usize, op: &Op, result: io::Result<Option<u32>>) {
         let Slot::Writing(place) = self.0.take(i) else { return };
         let outcome = match result {
-            Ok(()) => {
+            Ok(_) => {
                 op.testify();
                 let item = &self.0.items[i];
                 let len = op.payload.len();

@@ -14,6 +14,9 @@ use super::witness::DiskEvent;
 use crate::backend::store::gate::locked;
 use crate::backend::store::regions::HeldSpans;
 
+/// Bytes that are read before they are summed up: they fit into the second-level cache of every core.
+const SUM_BYTES: usize = 256 << 10;
+
 /// The alignment that every O_DIRECT device of today accepts for addresses and lengths.
 pub(super) const DIRECT_ALIGN: usize = 4096;
 
@@ -71,17 +74,21 @@ pub(super) struct Course {
 }
 
 impl Op {
-    /// The transfer from its beginning.
-    pub(super) fn course(&self) -> Course {
+    /// The transfer from its beginning, in vectors of at most `piece` bytes.
+    pub(super) fn course(&self, piece: usize) -> Course {
         let head =
             libc::iovec { iov_base: self.head.blocks.as_ptr().cast_mut().cast(), iov_len: self.head.len };
         let spans = self.payload.spans().iter().filter(|s| s.len > 0);
         let aligned = |v: &libc::iovec| {
             (v.iov_base as usize).is_multiple_of(DIRECT_ALIGN) && v.iov_len.is_multiple_of(DIRECT_ALIGN)
         };
-        let vectors: Vec<_> = std::iter::once(head)
-            .chain(spans.map(|s| libc::iovec { iov_base: s.as_ptr().cast(), iov_len: s.len }))
-            .collect();
+        let pieces = spans.flat_map(|s| {
+            (0..s.len).step_by(piece).map(move |at| libc::iovec {
+                iov_base: s.as_ptr().wrapping_add(at).cast(),
+                iov_len: piece.min(s.len - at),
+            })
+        });
+        let vectors: Vec<_> = std::iter::once(head).chain(pieces).collect();
         let file = match &self.segment.direct {
             Some(direct) if vectors.iter().all(aligned) => direct,
             _ => &self.segment.file,
@@ -89,10 +96,13 @@ impl Op {
         Course { fd: file.as_raw_fd(), offset: self.offset, vectors, first: 0 }
     }
 
-    /// Runs it to its end on this thread.
-    pub(super) fn run(&self) -> io::Result<()> {
-        let mut course = self.course();
-        while let Some((vectors, count)) = course.rest() {
+    /// Runs it to its end on this thread. A read through the page cache is summed up piece by piece, while
+    /// each piece is still in the core's cache; the sum of the payload is the value then.
+    pub(super) fn run(&self) -> io::Result<Option<u32>> {
+        let sum = self.way == Way::Read && self.segment.direct.is_none();
+        let mut course = self.course(if sum { SUM_BYTES } else { usize::MAX });
+        let (mut seen, mut crc) = (0usize, 0);
+        while let Some((vectors, count)) = course.rest(if sum { SUM_BYTES } else { usize::MAX }) {
             let offset = course.offset as libc::off_t;
             // SAFETY: `vectors` points at `count` descriptors; each covers either the head, owned by `self`,
             // or a range of a region held by `self.payload`, both alive here. The kernel writes them only for
@@ -105,7 +115,14 @@ impl Op {
                 }
             };
             match usize::try_from(n) {
-                Ok(n) => course.advance(n)?,
+                Ok(n) => {
+                    course.advance(n)?;
+                    if sum {
+                        let before = seen.saturating_sub(self.head.len);
+                        seen += n;
+                        crc = self.payload.crc32c(before, seen.saturating_sub(self.head.len) - before, crc);
+                    }
+                }
                 Err(_) => {
                     let e = io::Error::last_os_error();
                     if e.kind() != io::ErrorKind::Interrupted {
@@ -114,7 +131,7 @@ impl Op {
                 }
             }
         }
-        Ok(())
+        Ok(sum.then_some(crc))
     }
 
     /// Tells the witness about a finished write.
@@ -133,11 +150,17 @@ impl Op {
 }
 
 impl Course {
-    /// What is left, cut to what one call takes; `None` at the end.
-    pub(super) fn rest(&self) -> Option<(*const libc::iovec, libc::c_int)> {
+    /// What is left, cut to what one call takes and to little more than `bytes`; `None` at the end.
+    pub(super) fn rest(&self, bytes: usize) -> Option<(*const libc::iovec, libc::c_int)> {
         const IOV_MAX: usize = 1024;
         let left = &self.vectors[self.first..];
-        match left.len().min(IOV_MAX) {
+        let mut sum = 0usize;
+        let enough = left.iter().take(IOV_MAX).take_while(|v| {
+            let more = sum < bytes;
+            sum = sum.saturating_add(v.iov_len);
+            more
+        });
+        match enough.count() {
             0 => None,
             n => Some((left.as_ptr(), n as libc::c_int)),
         }
@@ -169,14 +192,17 @@ pub(super) trait Batch: Send + Sync {
     fn len(&self) -> usize;
     /// Decides on an item: a transfer to make, or nothing because its outcome is known.
     fn begin(&self, i: usize) -> Option<Op>;
-    /// A transfer has ended.
-    fn done(&self, i: usize, op: &Op, result: io::Result<()>);
+    /// A transfer has ended, with the CRC32C of the payload if it was had on the way.
+    fn done(&self, i: usize, op: &Op, result: io::Result<Option<u32>>);
 }
 
 /// Runs batches. Returns when every item is done.
 pub(super) trait Engine: Send + Sync + std::fmt::Debug {
     /// Runs one.
     fn run(&self, batch: Arc<dyn Batch>);
+
+    /// Which it is.
+    fn kind(&self) -> super::IoEngine;
 }
 
 struct Shared {
@@ -259,6 +285,10 @@ impl Engine for Threads {
         while *left > 0 {
             left = shared.all.wait(left).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    fn kind(&self) -> super::IoEngine {
+        super::IoEngine::Threads
     }
 }
 

@@ -1,16 +1,18 @@
 //! The log: where the next record goes, what is where, and what is thrown away for it.
 //!
-//! Lock order: `barrier`, `tail`, `index`, `dirty`. The index is never held across I/O.
+//! Lock order: `barrier`, `syncing`, `tail`, `index`, `dirty`. The index is never held across I/O.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockWriteGuard, TryLockError};
+use std::time::Duration;
 
 use super::FileConfig;
 use super::root::Root;
 use super::segment::{self, Entry, Segment, decode_index, id_of, index_name};
 use crate::backend::identity::{NamespaceDigest, Space, StoreKey};
+use crate::backend::store::batch::{Call, Outcome};
 use crate::backend::store::envelope::Kind;
 use crate::backend::store::gate::locked;
 use crate::backend::store::stats::Counters;
@@ -112,6 +114,14 @@ pub(super) struct Spent {
     pub(super) used: u64,
 }
 
+/// The segment that goes next.
+#[derive(Debug)]
+pub(super) struct Victim {
+    pub(super) segment: Arc<Segment>,
+    /// Its pages that were read, in the order of the file.
+    pub(super) hot: Vec<(StoreKey, Loc)>,
+}
+
 /// The log of one store.
 #[derive(Debug)]
 pub(super) struct Log {
@@ -122,6 +132,9 @@ pub(super) struct Log {
     pub(super) barrier: RwLock<()>,
     tail: Mutex<Tail>,
     dirty: Mutex<Dirty>,
+    /// Held by the one who syncs: whoever comes second must not return before what the first took over is
+    /// on the disk.
+    syncing: Mutex<()>,
     pub(super) index: Mutex<Index>,
     pub(super) counters: Counters,
 }
@@ -135,8 +148,30 @@ impl Log {
             barrier: RwLock::default(),
             tail: Mutex::new(Tail { next_id, ..Tail::default() }),
             dirty: Mutex::default(),
+            syncing: Mutex::default(),
             index: Mutex::new(index),
             counters: Counters::default(),
+        }
+    }
+
+    /// Waits until no put is between place and commit, and keeps new ones out; not beyond the limits of the
+    /// call, if it has any.
+    pub(super) fn alone(&self, call: &Call) -> Result<RwLockWriteGuard<'_, ()>, Outcome> {
+        // A put that hangs on the disk holds the barrier. The lock has no timed form; half a millisecond is
+        // nothing beside the write that is waited for.
+        const LOOK: Duration = Duration::from_micros(500);
+        loop {
+            if let Some(stopped) = call.stopped() {
+                return Err(stopped);
+            }
+            if call.deadline.is_none() {
+                return Ok(self.barrier.write().unwrap_or_else(PoisonError::into_inner));
+            }
+            match self.barrier.try_write() {
+                Ok(alone) => return Ok(alone),
+                Err(TryLockError::Poisoned(p)) => return Ok(p.into_inner()),
+                Err(TryLockError::WouldBlock) => std::thread::sleep(LOOK),
+            }
         }
     }
 
@@ -209,6 +244,22 @@ impl Log {
         Ok(true)
     }
 
+    /// The segment that the next rotation will delete, if it will. O(pages).
+    pub(super) fn next_victim(&self) -> Option<Victim> {
+        let active = locked(&self.tail).active.as_ref().map(|(s, _)| s.head.id);
+        let index = locked(&self.index);
+        if index.disk_bytes().saturating_add(self.config.segment_bytes) <= self.config.bytes_max {
+            return None;
+        }
+        let victim = index.segments.values().find(|s| Some(s.head.id) != active).cloned()?;
+        let mut hot: Vec<(StoreKey, Loc)> = (index.pages.iter())
+            .filter(|(_, l)| l.segment == victim.head.id && victim.was_read(l.unit))
+            .map(|(k, l)| (*k, *l))
+            .collect();
+        hot.sort_unstable_by_key(|(_, l)| l.unit);
+        Some(Victim { segment: victim, hot })
+    }
+
     /// Forgets the pages of a segment, then deletes its files. Returns how many pages there were.
     pub(super) fn drop_segment(&self, id: u32) -> io::Result<u64> {
         let segment = locked(&self.index).segments.get(&id).cloned();
@@ -245,9 +296,8 @@ impl Log {
 
     /// Publishes a written page, unless its segment is already gone.
     pub(super) fn commit(&self, place: &Place, key: StoreKey, space: Space, payload: u32) -> bool {
-        let Ok(unit) = u32::try_from(place.offset / u64::from(place.segment.head.align)) else {
-            return false;
-        };
+        // The configuration keeps segments below 2^32 units.
+        let unit = (place.offset / u64::from(place.segment.head.align)) as u32;
         let id = place.segment.head.id;
         let published = {
             let mut index = locked(&self.index);
@@ -264,6 +314,7 @@ impl Log {
 
     /// Makes everything committed durable.
     pub(super) fn sync(&self) -> io::Result<()> {
+        let _alone = locked(&self.syncing);
         let todo = std::mem::take(&mut *locked(&self.dirty));
         let synced = (todo.segments.values().try_for_each(|s| s.sync()))
             .and_then(|()| if todo.names { self.root.sync() } else { Ok(()) });

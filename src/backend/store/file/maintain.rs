@@ -1,17 +1,11 @@
 //! What an operator asks of a store: what is in it, whether it is whole, and to tidy up.
 
-use std::sync::Arc;
-
-use super::io_threads::{Head, Op, Way};
 use super::log::Loc;
-use super::segment::Segment;
+use super::rescue::{Reader, Unread};
 use super::{FileStore, Inner, StoreError};
 use crate::backend::identity::{Space, StoreKey};
-use crate::backend::region::Region;
-use crate::backend::store::batch::{Call, Span};
-use crate::backend::store::envelope::{Header, payload_crc};
+use crate::backend::store::batch::Call;
 use crate::backend::store::gate::locked;
-use crate::backend::store::regions::Regions;
 use crate::base::containers::Map;
 
 /// The pages of one space.
@@ -149,35 +143,6 @@ impl FileStore {
     }
 }
 
-/// Memory to read pages into; grows to the largest page.
-#[derive(Default)]
-struct Reader {
-    regions: Regions,
-    span: Option<Span>,
-}
-
-impl Reader {
-    fn op(&mut self, segment: Arc<Segment>, loc: Loc) -> Result<Op, StoreError> {
-        let len = loc.payload as usize;
-        let span = match self.span {
-            Some(span) if span.len >= len => span,
-            _ => {
-                let no_memory =
-                    |_| StoreError::Io { op: "verify", source: std::io::ErrorKind::OutOfMemory.into() };
-                let region = Arc::new(Region::anonymous(len.max(1)).map_err(no_memory)?);
-                self.regions.clear();
-                let span = Span { region: self.regions.register(&region), offset: 0, len: len.max(1) };
-                *self.span.insert(span)
-            }
-        };
-        // The span is of the region just registered, cut to its length.
-        let payload = self.regions.resolve(&[Span { len, ..span }]).unwrap_or_default();
-        let offset = u64::from(loc.unit) * u64::from(segment.head.align);
-        let head = Head::new(&[], segment.head.header_bytes() as usize);
-        Ok(Op { segment, way: Way::Read, offset, head, payload })
-    }
-}
-
 impl Inner {
     fn verify_one(
         &self,
@@ -196,18 +161,14 @@ impl Inner {
             report.gone += 1;
             return Ok(());
         };
-        let op = reader.op(segment, loc)?;
-        match op.run() {
-            Err(e) if e.kind() != std::io::ErrorKind::UnexpectedEof => report.unreadable.push(key),
+        match reader.read(segment, key, space, loc) {
+            Err(Unread::Medium) => report.unreadable.push(key),
+            Err(Unread::NoMemory) => {
+                let source = std::io::ErrorKind::OutOfMemory.into();
+                return Err(StoreError::Io { op: "verify", source });
+            }
             read => {
-                let holds = read.is_ok()
-                    && Header::decode(op.head.bytes()).is_ok_and(|h| {
-                        h.check(&key, &space).is_ok()
-                            && h.place == op.segment.head.place(op.offset)
-                            && h.payload_bytes == u64::from(loc.payload)
-                            && h.payload_crc == payload_crc(op.payload.runs())
-                    });
-                if holds {
+                if read.is_ok() {
                     report.good += 1;
                     report.good_bytes += u64::from(loc.payload);
                 } else {

@@ -2,7 +2,8 @@
 //!
 //! - Pages are appended to preallocated **segments**; a full segment gets an index file. The oldest segment
 //!   is deleted to make room, so the directory never holds more than its cap and nothing outside has to tidy
-//!   it. A page of a deleted segment is a plain miss.
+//!   it. A page of a deleted segment is a plain miss. Pages of it that were read move to the end of the log
+//!   first, as long as they are less than a quarter of it: a first-in-first-out queue with a second chance.
 //! - **A put costs no fsync.** What a power cut leaves is found again by checksums: each record says what it
 //!   is, where it stands and how its payload sums up. [`Store::sync`] makes acknowledged pages durable; a
 //!   full segment is made durable in the background.
@@ -19,7 +20,7 @@
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -30,8 +31,11 @@ mod io_threads;
 mod log;
 mod maintain;
 mod recover;
+mod rescue;
 mod root;
 pub mod segment;
+#[cfg(feature = "uring")]
+mod uring;
 mod witness;
 
 pub use maintain::{SpaceUse, Usage, VerifyProgress, VerifyReport};
@@ -183,6 +187,12 @@ impl FileStore {
         Ok(store)
     }
 
+    /// What moves the bytes: the engine asked for, or threads where it is not to be had.
+    #[must_use]
+    pub fn engine(&self) -> IoEngine {
+        self.engine.kind()
+    }
+
     /// What opening found.
     #[must_use]
     pub fn recovery(&self) -> Recovery {
@@ -203,6 +213,14 @@ impl FileStore {
 }
 
 fn engine_of(config: &FileConfig) -> Result<Box<dyn Engine>, OpenError> {
+    #[cfg(feature = "uring")]
+    if config.engine == IoEngine::Uring {
+        match uring::Uring::new(config.depth) {
+            Ok(ring) => return Ok(Box::new(ring)),
+            // Containers often forbid it. The threads do the same work.
+            Err(error) => tracing::warn!(%error, "io_uring is not available, using threads"),
+        }
+    }
     let failed = |source| OpenError::Io { op: "start a thread for", path: config.root.clone(), source };
     Ok(Box::new(Threads::new(config.depth).map_err(failed)?))
 }
@@ -278,7 +296,9 @@ impl Inner {
 
     /// Takes a page that failed its checks out of the index, for good if there is room for the mark.
     fn put_aside(&self, key: &StoreKey, space: Space, bad: Loc) {
-        let _alone = self.log.barrier.write().unwrap_or_else(PoisonError::into_inner);
+        // A reader does not wait for writers. Without the mark the page is found, and put aside, again after a
+        // restart; a mark made while a put of this key is on its way could take that one out instead.
+        let alone = self.log.barrier.try_write();
         {
             let mut index = locked(&self.log.index);
             if index.pages.get(key) != Some(&bad) {
@@ -287,8 +307,9 @@ impl Inner {
             index.remove(key);
         }
         tracing::warn!(?key, segment = bad.segment, "a page failed its checks and was put aside");
-        // Without the mark it is found, and put aside, again after a restart.
-        let _ = self.mark(Kind::Removal, *key, space);
+        if alone.is_ok() {
+            let _ = self.mark(Kind::Removal, *key, space);
+        }
     }
 
     fn health(&self) -> Health {
@@ -379,9 +400,11 @@ impl Store for FileStore {
 
     fn remove(&self, keys: &[StoreKey], call: &Call) -> Vec<Outcome> {
         let Some(_inside) = self.inner.gate.enter() else { return vec![Outcome::Closed; keys.len()] };
-        let out: Vec<_> = {
-            let _alone = self.inner.log.barrier.write().unwrap_or_else(PoisonError::into_inner);
-            keys.iter().map(|key| call.stopped().unwrap_or_else(|| self.inner.remove_one(key))).collect()
+        let out: Vec<_> = match self.inner.log.alone(call) {
+            Ok(_alone) => {
+                keys.iter().map(|key| call.stopped().unwrap_or_else(|| self.inner.remove_one(key))).collect()
+            }
+            Err(stopped) => vec![stopped; keys.len()],
         };
         self.inner.log.counters.count(OpKind::Remove, &out);
         out
@@ -389,11 +412,8 @@ impl Store for FileStore {
 
     fn clear(&self, namespace: NamespaceDigest, call: &Call) -> Result<u64, StoreError> {
         let _inside = self.inner.gate.enter().ok_or(StoreError::Closed)?;
-        if let Some(stopped) = call.stopped() {
-            return Err(stopped_error(stopped));
-        }
         let log = &self.inner.log;
-        let _alone = log.barrier.write().unwrap_or_else(PoisonError::into_inner);
+        let _alone = log.alone(call).map_err(stopped_error)?;
         let pages = log.pages_of(namespace);
         if pages.is_empty() {
             return Ok(0);

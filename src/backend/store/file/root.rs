@@ -69,9 +69,6 @@ pub enum OpenError {
         /// What it would have to be.
         why: &'static str,
     },
-    /// The feature for this was not built, or the system does not offer it.
-    #[error("io_uring is not available")]
-    NoUring,
 }
 
 /// A checked and locked directory.

@@ -13,7 +13,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt as _};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 
 use rustix::fs::FallocateFlags;
 
@@ -165,6 +165,8 @@ pub(super) struct Segment {
     pub(super) marks: AtomicU64,
     writing: Mutex<Writing>,
     quiet: Condvar,
+    /// One bit an alignment unit: whether the page that begins there was read. Made with the first read.
+    read: OnceLock<Box<[AtomicU64]>>,
 }
 
 #[derive(Debug, Default)]
@@ -211,6 +213,7 @@ impl Segment {
             marks: AtomicU64::new(0),
             writing: Mutex::default(),
             quiet: Condvar::new(),
+            read: OnceLock::new(),
         }
     }
 
@@ -222,6 +225,23 @@ impl Segment {
 
     pub(super) fn is_witnessed(&self) -> bool {
         self.witness.is_some()
+    }
+
+    /// Notes that the page at `unit` was read.
+    pub(super) fn touch(&self, unit: u32) {
+        let bits = self.read.get_or_init(|| {
+            let len = self.file.metadata().map_or(0, |m| m.len());
+            (0..self.head.units(len).div_ceil(64)).map(|_| AtomicU64::new(0)).collect()
+        });
+        if let Some(word) = bits.get(unit as usize / 64) {
+            word.fetch_or(1 << (unit % 64), Relaxed);
+        }
+    }
+
+    /// Whether the page at `unit` was read since the segment was opened.
+    pub(super) fn was_read(&self, unit: u32) -> bool {
+        let word = self.read.get().and_then(|bits| bits.get(unit as usize / 64));
+        word.is_some_and(|w| w.load(Relaxed) >> (unit % 64) & 1 == 1)
     }
 
     /// A writer begins; the segment is not sealed before it ends.

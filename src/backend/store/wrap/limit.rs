@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::{Around, Down, Passing};
-use crate::backend::store::batch::Outcome;
+use crate::backend::store::batch::{Call, Outcome};
 use crate::backend::store::clock::{Clock, SystemClock};
 use crate::backend::store::gate::locked;
 use crate::backend::store::stats::OpKind;
@@ -66,6 +66,20 @@ impl Limit {
         let meter = |bytes_per_s| Meter { bytes_per_s, paid_at: Mutex::new(None) };
         Limit { get: meter(get), put: meter(put), burst, clock, busy: AtomicU64::new(0) }
     }
+
+    /// Waits, unless the call is stopped meanwhile. A flag has no bell, so it is looked at now and then.
+    fn wait(&self, mut wait: Duration, call: &Call) -> Option<Outcome> {
+        const LOOK: Duration = Duration::from_millis(50);
+        while !wait.is_zero() {
+            if let Some(stopped) = call.stopped() {
+                return Some(stopped);
+            }
+            let now = wait.min(LOOK);
+            self.clock.sleep(now);
+            wait -= now;
+        }
+        None
+    }
 }
 
 impl Around for Limit {
@@ -75,14 +89,15 @@ impl Around for Limit {
             OpKind::Put => &self.put,
             OpKind::Query | OpKind::Remove => return down(&batch.every(), batch.call),
         };
+        if let Some(stopped) = batch.call.stopped() {
+            return batch.all(stopped);
+        }
         let bytes = batch.bytes.iter().fold(0u64, |n, &b| n.saturating_add(b as u64));
         match meter.take(bytes, self.burst, batch.call.left(), self.clock.now()) {
-            Some(wait) => {
-                if !wait.is_zero() {
-                    self.clock.sleep(wait);
-                }
-                down(&batch.every(), batch.call)
-            }
+            Some(wait) => match self.wait(wait, batch.call) {
+                None => down(&batch.every(), batch.call),
+                Some(stopped) => batch.all(stopped),
+            },
             None => {
                 self.busy.fetch_add(batch.bytes.len() as u64, Relaxed);
                 batch.all(Outcome::Busy)

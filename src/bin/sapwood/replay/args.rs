@@ -51,6 +51,9 @@ pub(crate) struct Args {
     /// When KV is copied from the device to the host
     #[arg(long, value_enum, default_value = "write-through")]
     pub(crate) write_policy: Policy,
+    /// When host pages are short, give up copies whose node is on the device first (write-through kinds)
+    #[arg(long)]
+    pub(crate) exclusive: bool,
     /// How long a request waits for a prefetch from the store
     #[arg(long, value_enum, default_value = "timeout")]
     pub(crate) prefetch: Prefetch,

@@ -103,6 +103,7 @@ pub(crate) fn machine(args: &Args, jobs: &[Job]) -> Result<Machine, InputError> 
         .identity(ModelIdentity::whole("sapwood-replay", "stamps-1"))
         .draft(draft_plan(args))
         .write_policy(write_policy(args))
+        .exclusive(args.exclusive)
         .prefetch(PrefetchConfig { policy: prefetch_policy(args), ..PrefetchConfig::default() })
         .delivery(Delivery::Modelled(cost_model(args)))
         .on_free(poison(device.clone(), Arc::clone(&host), scrub_faults.clone()));

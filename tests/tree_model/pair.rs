@@ -1,15 +1,6 @@
-//! The tree beside its literal model: the same calls, and after every one the same results, sizes, residency and victims.
-//!
-//! `SAPWOOD_SEED` replays a run, `SAPWOOD_MODEL_OPS` sets its size (200,000 operations unless told; nightly runs take
-//! 10 million). A failure is shrunk to a short list of operations.
-
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+//! The tree and its literal model under the same calls. A property test and a fuzz target choose the calls.
 
 use std::collections::BTreeSet;
-
-use proptest::collection::vec;
-use proptest::prelude::*;
-use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
 
 use sapwood::base::{NamespaceId, OpId, PageId, Tier};
 use sapwood::key::{Key, KeyView, Namespace, hash_pages};
@@ -22,16 +13,17 @@ const HOST: u32 = 40;
 
 /// A key out of a small family: `pages` pages and a bit, leaving the trunk of its namespace at page `fork`.
 #[derive(Clone, Copy, Debug)]
-struct Row {
-    ns: bool,
-    pages: u32,
-    fork: u32,
-    branch: u32,
-    inside: u32,
+pub(crate) struct Row {
+    pub(crate) ns: bool,
+    pub(crate) pages: u32,
+    pub(crate) fork: u32,
+    pub(crate) branch: u32,
+    pub(crate) inside: u32,
 }
 
+/// One call.
 #[derive(Clone, Copy, Debug)]
-enum Step {
+pub(crate) enum Step {
     Insert { row: Row, priority: i32, count: bool, chunked: bool },
     InsertBlind(Row),
     Match(Row),
@@ -53,68 +45,18 @@ enum Step {
     ReleaseWindow(usize),
 }
 
-fn row() -> impl Strategy<Value = Row> {
-    (prop::bool::weighted(0.2), 0..7u32, 0..7u32, 0..3u32, 0..4u32)
-        .prop_map(|(ns, pages, fork, branch, inside)| Row { ns, pages, fork, branch, inside })
-}
-
-fn step() -> impl Strategy<Value = Step> {
-    prop_oneof![
-        6 => (row(), 0..3i32, any::<bool>(), any::<bool>())
-            .prop_map(|(row, priority, count, chunked)| Step::Insert { row, priority, count, chunked }),
-        2 => row().prop_map(Step::InsertBlind),
-        3 => row().prop_map(Step::Match),
-        2 => row().prop_map(Step::Lock),
-        3 => any::<usize>().prop_map(Step::Unlock),
-        3 => row().prop_map(Step::Backup),
-        3 => row().prop_map(Step::Load),
-        4 => (any::<usize>(), prop::bool::weighted(0.8)).prop_map(|(i, ok)| Step::End(i, ok)),
-        2 => (0..10u32, any::<bool>()).prop_map(|(n, report)| Step::Evict(n, report)),
-        1 => (0..6u32).prop_map(Step::EvictHost),
-        1 => (0..4u32).prop_map(Step::Reclaim),
-        2 => (row(), 0..7u32).prop_map(|(row, anchor)| Step::Refill(row, anchor)),
-        1 => row().prop_map(Step::Store),
-        1 => any::<u32>().prop_map(Step::EndStore),
-        1 => row().prop_map(Step::Demote),
-        1 => row().prop_map(Step::DeleteLeaf),
-        2 => (any::<bool>(), any::<bool>(), 0..6u32).prop_map(|(c, t, n)| Step::EvictComponent(c, t, n)),
-        1 => (row(), any::<bool>(), 1..4u32).prop_map(|(row, c, n)| Step::AdoptHost(row, c, n)),
-        1 => any::<usize>().prop_map(Step::ReleaseWindow),
-    ]
-}
-
+/// What both are made with.
 #[derive(Clone, Debug)]
-struct Setup {
-    page_size: u32,
-    bigram: bool,
-    free_rule: bool,
-    order: Order,
-    write_threshold: u32,
-    hashing: bool,
-    merge: bool,
-    window: Option<u32>,
-    state: bool,
-}
-
-fn setup() -> impl Strategy<Value = Setup> {
-    let order = prop_oneof![
-        4 => Just(Order::Lru),
-        1 => Just(Order::Lfu),
-        1 => Just(Order::Fifo),
-        1 => Just(Order::Mru),
-        1 => Just(Order::Filo),
-        1 => (1..4u32).prop_map(Order::Slru),
-        1 => Just(Order::Priority),
-        1 => (0..4u32, 0..3u32).prop_map(|(a, b)| Order::TailTrim(a, b)),
-    ];
-    let parts = (prop::option::weighted(0.3, 1..4u32), prop::bool::weighted(0.25));
-    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), prop::bool::weighted(0.7));
-    (1..4u32, order, 0..3u32, flags, parts).prop_map(|(page_size, order, write_threshold, flags, parts)| {
-        let (bigram, free_rule, hashing, merge) = flags;
-        let (window, state) = parts;
-        let bigram = bigram && !state;
-        Setup { page_size, bigram, free_rule, order, write_threshold, hashing, merge, window, state }
-    })
+pub(crate) struct Setup {
+    pub(crate) page_size: u32,
+    pub(crate) bigram: bool,
+    pub(crate) free_rule: bool,
+    pub(crate) order: Order,
+    pub(crate) write_threshold: u32,
+    pub(crate) hashing: bool,
+    pub(crate) merge: bool,
+    pub(crate) window: Option<u32>,
+    pub(crate) state: bool,
 }
 
 fn policy(order: Order) -> Policy {
@@ -151,7 +93,7 @@ struct Held {
 }
 
 /// Both, and the two pools.
-struct Pair {
+pub(crate) struct Pair {
     tree: Tree,
     model: Model,
     device: PagePool,
@@ -169,7 +111,7 @@ struct Pair {
 }
 
 impl Pair {
-    fn new(setup: &Setup) -> Pair {
+    pub(crate) fn new(setup: &Setup) -> Pair {
         let view = if setup.bigram { KeyView::Bigram } else { KeyView::Plain };
         let rule = if setup.free_rule { BackupRule::Free } else { BackupRule::BackedUpParent };
         let config = TreeConfig {
@@ -180,6 +122,7 @@ impl Pair {
             components: Components { window_pages: setup.window, state: setup.state },
             write_threshold: setup.write_threshold,
             hashing: setup.hashing,
+            events: false,
             merge: setup.merge,
         };
         let spans = [setup.window.unwrap_or(0), u32::from(setup.state)];
@@ -337,6 +280,7 @@ impl Pair {
         assert!(freed.len() as u32 == want || self.model.mirrors().is_empty());
     }
 
+    #[expect(clippy::too_many_arguments, reason = "the arguments of the call under test")]
     fn insert(
         &mut self,
         ns: NamespaceId,
@@ -345,6 +289,7 @@ impl Pair {
         owned: u32,
         priority: i32,
         hits: Option<u32>,
+        held: Option<&DeviceLock>,
     ) {
         let mut out = InsertOut::default();
         let opts = InsertOpts { priority, count_hits_from: hits };
@@ -361,7 +306,11 @@ impl Pair {
         let mut state = Vec::new();
         let stated = self.spans[1] > 0 && owned < whole && self.alloc_component(1, 0, 1, &mut state);
         let given = InsertComponents { window_from, window: &window, state: state.first().copied() };
-        let done = self.tree.insert_with(self.key(ns, tokens), pages, owned, given, opts, &mut out);
+        let key = self.key(ns, tokens);
+        let done = match held {
+            Some(lock) => self.tree.insert_from(lock, key, pages, owned, given, opts, &mut out),
+            None => self.tree.insert_with(key, pages, owned, given, opts, &mut out),
+        };
         if self.model.must_wait(ns.0, tokens) {
             assert!(matches!(done, Err(TreeError::LoadInFlight(_))), "{done:?}");
             self.device.free(&pages[owned as usize..]).unwrap();
@@ -419,7 +368,7 @@ impl Pair {
     }
 
     /// Component pages that became free, in both.
-    fn drain(&mut self) {
+    pub(crate) fn drain(&mut self) {
         let mut out = ComponentPages::default();
         self.tree.drain_freed(&mut out);
         for (c, want) in self.model.drain_freed().into_iter().enumerate() {
@@ -655,7 +604,7 @@ impl Pair {
         self.host.free(&out.freed_host).unwrap();
     }
 
-    fn run(&mut self, step: Step) {
+    pub(crate) fn run(&mut self, step: Step) {
         match step {
             Step::Insert { row, priority, count, chunked } => {
                 let (ns, tokens) = self.tokens(row);
@@ -663,7 +612,17 @@ impl Pair {
                 let need = self.key(ns, &tokens).pages(self.page_size) - found.device_pages;
                 if self.alloc_device(need, &mut pages) {
                     let from = if chunked { found.device_pages } else { 0 };
-                    self.insert(ns, &tokens, &pages, found.device_pages, priority, count.then_some(from));
+                    // The held lock saves the second walk, and must not change anything.
+                    let lock = (priority == 1).then_some(&held.lock);
+                    self.insert(
+                        ns,
+                        &tokens,
+                        &pages,
+                        found.device_pages,
+                        priority,
+                        count.then_some(from),
+                        lock,
+                    );
                 }
                 self.unlock(held);
             }
@@ -671,7 +630,7 @@ impl Pair {
                 let (ns, tokens) = self.tokens(row);
                 let mut pages = Vec::new();
                 if self.alloc_device(self.key(ns, &tokens).pages(self.page_size), &mut pages) {
-                    self.insert(ns, &tokens, &pages, 0, 0, Some(0));
+                    self.insert(ns, &tokens, &pages, 0, 0, Some(0), None);
                 }
             }
             Step::Match(row) => {
@@ -681,6 +640,14 @@ impl Pair {
             Step::Lock(row) if self.held.len() < 5 => {
                 let (ns, tokens) = self.tokens(row);
                 let (held, ..) = self.lock(ns, &tokens);
+                // Going on where the lock ends finds what a look-up finds.
+                let key = Key { ns, tokens: &tokens, view: self.view };
+                let (mut more, mut all) = (Vec::new(), Vec::new());
+                let again = self.tree.match_from(&held.lock, key, &mut more).unwrap();
+                let whole = self.tree.match_prefix(key, &mut all);
+                self.model.look_up(ns.0, &tokens);
+                self.model.look_up(ns.0, &tokens);
+                assert_eq!((&again, &more[..]), (&whole, &all[again.device_pages as usize - more.len()..]));
                 self.held.push(held);
             }
             Step::Unlock(i) if !self.held.is_empty() => {
@@ -721,7 +688,7 @@ impl Pair {
         }
     }
 
-    fn compare(&self, step: Step) {
+    pub(crate) fn compare(&self, step: Step) {
         let found = self.tree.sanity();
         assert!(found.is_empty(), "{found:#?}\n{}", self.tree.dump_text());
         let mut device = BTreeSet::new();
@@ -761,7 +728,7 @@ impl Pair {
     }
 
     /// Ends everything; nothing may be left.
-    fn finish(mut self) {
+    pub(crate) fn finish(mut self) {
         while !self.flying.is_empty() {
             self.end(0, true);
         }
@@ -777,36 +744,4 @@ impl Pair {
         assert_eq!((self.device.used_pages(), self.host.used_pages(), self.tree.stats().nodes), (0, 0, 0));
         assert!(self.pools.iter().flatten().all(|pool| pool.used_pages() == 0));
     }
-}
-
-const STEPS_MAX: usize = 160;
-
-#[test]
-fn the_tree_does_what_the_model_says() {
-    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let seed = number("SAPWOOD_SEED").unwrap_or(0x5A9_00D);
-    let ops = number("SAPWOOD_MODEL_OPS").unwrap_or(200_000);
-    println!("SAPWOOD_SEED={seed} SAPWOOD_MODEL_OPS={ops}");
-    let mut bytes = [0; 32];
-    bytes[..8].copy_from_slice(&seed.to_le_bytes());
-    let cases = (ops / (STEPS_MAX as u64 / 2)).max(1) as u32;
-    let config = Config { cases, failure_persistence: None, max_shrink_iters: 20_000, ..Config::default() };
-    let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
-    let result = runner.run(&(setup(), vec(step(), 0..STEPS_MAX)), |(setup, steps)| {
-        let mut pair = Pair::new(&setup);
-        for step in steps {
-            pair.run(step);
-            pair.drain();
-            pair.compare(step);
-        }
-        pair.finish();
-        Ok(())
-    });
-    if let Err(TestError::Fail(why, (setup, steps))) = &result {
-        panic!(
-            "SAPWOOD_SEED={seed}: {why}\n{setup:?}\n{}",
-            steps.iter().map(|s| format!("{s:?}\n")).collect::<String>()
-        );
-    }
-    result.unwrap();
 }

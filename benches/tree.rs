@@ -1,0 +1,276 @@
+//! The tree at work, beside its floor in the same run: comparing the same tokens as 4-byte words and writing the same page
+//! list. Workloads: W1 whole look-ups of 32,768 tokens; W2 turns of a chat; W4 misses at capacity; W5 sessions of ten steps
+//! in trees of up to a million nodes; eviction by leaves of the tree. See `docs/PERFORMANCE.md` for how to read them.
+#![expect(clippy::unwrap_used, reason = "a bench that cannot go on should stop")]
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+
+use sapwood::base::{NamespaceId, PageId};
+use sapwood::key::Key;
+use sapwood::pool::PagePool;
+use sapwood::tree::*;
+
+fn mix(x: u64) -> u64 {
+    let mut z = x.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+fn tokens(seed: u64, n: usize) -> Vec<u32> {
+    let s = mix(seed);
+    (0..n as u64).map(|i| (mix(s.wrapping_add(i)) % 128_000) as u32).collect()
+}
+
+fn key(tokens: &[u32]) -> Key<'_> {
+    Key::new(NamespaceId::DEFAULT, tokens)
+}
+
+/// What a scheduler does around the tree.
+struct Cache {
+    tree: Tree,
+    pool: PagePool,
+    pages: Vec<PageId>,
+    out: InsertOut,
+    gone: DeviceEviction,
+}
+
+impl Cache {
+    fn new(page_size: u32, merge: bool, policy: Policy, capacity_tokens: usize) -> Cache {
+        let config = TreeConfig { page_size, merge, policy, ..TreeConfig::default() };
+        Cache {
+            tree: Tree::new(config).unwrap(),
+            pool: PagePool::new((capacity_tokens / page_size as usize) as u32),
+            pages: Vec::new(),
+            out: InsertOut::default(),
+            gone: DeviceEviction::default(),
+        }
+    }
+
+    fn find(&mut self, tokens: &[u32]) -> u32 {
+        self.pages.clear();
+        let (found, lock, _) = self.tree.match_and_lock(key(tokens), &mut self.pages);
+        self.tree.unlock(lock).unwrap();
+        black_box(&self.pages);
+        found.device_pages
+    }
+
+    /// Hit, lock, allocate (evicting if need be), insert, unlock.
+    fn turn(&mut self, tokens: &[u32]) {
+        self.pages.clear();
+        let (found, lock, _) = self.tree.match_and_lock(key(tokens), &mut self.pages);
+        let need = key(tokens).pages(self.tree.page_size()) - found.device_pages;
+        let short = need.saturating_sub(self.pool.free_pages());
+        if short > 0 {
+            self.gone.clear();
+            self.tree.evict_device(short, Unbacked::Delete, &mut self.gone);
+            self.pool.free(&self.gone.freed_device).unwrap();
+        }
+        assert!(self.pool.alloc(need, &mut self.pages), "tokens in the tree + free = capacity");
+        let opts = InsertOpts { priority: 0, count_hits_from: Some(found.device_pages) };
+        self.tree.insert(key(tokens), &self.pages, found.device_pages, opts, &mut self.out).unwrap();
+        self.tree.unlock(lock).unwrap();
+    }
+
+    fn check(&self) {
+        let s = self.tree.stats();
+        let held = s.device_pages_evictable + s.device_pages_protected;
+        assert_eq!(
+            held + self.pool.free_pages(),
+            self.pool.capacity(),
+            "tokens in the tree + free = capacity"
+        );
+    }
+}
+
+fn w1(c: &mut Criterion) {
+    let mut group = c.benchmark_group("w1");
+    group
+        .sample_size(20)
+        .measurement_time(Duration::from_millis(1_500))
+        .warm_up_time(Duration::from_millis(300));
+    let prompts: Vec<Vec<u32>> = (0..16).map(|k| tokens((1 << 56) + k, 32_768)).collect();
+    let copies = prompts.clone();
+    for page in [1u32, 16, 64] {
+        let list: Vec<PageId> = (0..32_768 / page).map(PageId).collect();
+        let mut into = Vec::new();
+        let mut i = 0;
+        group.bench_function(BenchmarkId::new("floor", page), |b| {
+            b.iter(|| {
+                i = (i + 1) % 16;
+                assert!(black_box(&prompts[i]) == black_box(&copies[i]));
+                into.clear();
+                into.extend_from_slice(black_box(&list));
+                black_box(&into);
+            });
+        });
+        for (shape, step, merge) in
+            [("one-node", 32_768, false), ("128-nodes", 256, false), ("128-steps-merged", 256, true)]
+        {
+            let mut cache = Cache::new(page, merge, Policy::Lru, 1 << 20);
+            for prompt in &prompts {
+                (step..=prompt.len()).step_by(step).for_each(|end| cache.turn(&prompt[..end]));
+            }
+            cache.check();
+            group.bench_function(BenchmarkId::new(shape, page), |b| {
+                b.iter(|| {
+                    i = (i + 1) % 16;
+                    assert_eq!(cache.find(&copies[i]), 32_768 / page);
+                });
+            });
+            if step == 256 && !merge {
+                let mut pages = Vec::new();
+                let (_, lock, _) = cache.tree.match_and_lock(key(&prompts[0]), &mut pages);
+                group.bench_function(BenchmarkId::new("rematch-128-nodes", page), |b| {
+                    b.iter(|| {
+                        let found = cache.tree.match_from(&lock, key(&prompts[0]), &mut pages).unwrap();
+                        assert_eq!(found.device_pages, 32_768 / page);
+                    });
+                });
+                cache.tree.unlock(lock).unwrap();
+            }
+        }
+    }
+    group.finish();
+}
+
+fn w2(c: &mut Criterion) {
+    let mut group = c.benchmark_group("w2");
+    group.sample_size(10).measurement_time(Duration::from_secs(3)).warm_up_time(Duration::from_millis(500));
+    let (sessions, turns, systems, system_len, turn_len) = (2_000, 8, 20, 2_048, 200);
+    let rows: Vec<Vec<u32>> = (0..sessions)
+        .map(|s| {
+            let mut row = tokens((2 << 56) + s as u64 % systems, system_len);
+            row.extend(tokens((3 << 56) + s as u64, turns * turn_len));
+            row
+        })
+        .collect();
+    let mut order: Vec<(u64, usize)> =
+        (0..sessions * turns).map(|i| (mix(mix(7).wrapping_add(i as u64)), i)).collect();
+    order.sort_unstable();
+    group.bench_function("chat-turn", |b| {
+        b.iter_custom(|iters| {
+            let mut spent = Duration::ZERO;
+            let mut left = iters;
+            while left > 0 {
+                let mut cache = Cache::new(16, true, Policy::Lru, 1 << 23);
+                let mut done = vec![0; sessions];
+                let n = left.min(order.len() as u64) as usize;
+                let start = Instant::now();
+                for &(_, o) in &order[..n] {
+                    let s = o % sessions;
+                    done[s] += 1;
+                    cache.turn(&rows[s][..system_len + done[s] * turn_len]);
+                }
+                spent += start.elapsed();
+                cache.check();
+                left -= n as u64;
+            }
+            spent
+        });
+    });
+    let mut i = 0;
+    let copies = rows.clone();
+    group.bench_function("floor", |b| {
+        b.iter(|| {
+            i = (i + 1) % sessions;
+            assert!(black_box(&rows[i][..2_850]) == black_box(&copies[i][..2_850]));
+        });
+    });
+    group.finish();
+}
+
+fn w4(c: &mut Criterion) {
+    let mut group = c.benchmark_group("w4");
+    group.sample_size(20).measurement_time(Duration::from_secs(2)).warm_up_time(Duration::from_millis(500));
+    let prompts: Vec<Vec<u32>> = (0..4_096).map(|i| tokens((4 << 56) + i, 2_048)).collect();
+    let mut cache = Cache::new(16, true, Policy::Lru, 1 << 20);
+    let mut i = 0;
+    for _ in 0..1_024 {
+        cache.turn(&prompts[i % 4_096]);
+        i += 1;
+    }
+    group.bench_function("miss-evict-insert", |b| {
+        b.iter(|| {
+            cache.turn(&prompts[i % 4_096]);
+            i += 1;
+        });
+    });
+    cache.check();
+    group.finish();
+}
+
+fn evict(c: &mut Criterion) {
+    let mut group = c.benchmark_group("evict-per-node");
+    group.sample_size(10).measurement_time(Duration::from_secs(1)).warm_up_time(Duration::from_millis(300));
+    for (name, policy) in [("list", Policy::Lru), ("heap", Policy::Priority)] {
+        for leaves in [1_000u32, 10_000, 100_000, 1_000_000] {
+            let config = TreeConfig { page_size: 16, policy: policy.clone(), ..TreeConfig::default() };
+            let mut tree = Tree::new(config).unwrap();
+            let mut out = InsertOut::default();
+            let mut row = [0u32; 32];
+            let mut put = |tree: &mut Tree, id: u32, pages: &[PageId]| {
+                row.iter_mut().enumerate().for_each(|(i, t)| *t = id.wrapping_mul(2_654_435_761) ^ i as u32);
+                tree.insert(key(&row), pages, 0, InsertOpts::default(), &mut out).unwrap();
+            };
+            (0..leaves).for_each(|id| put(&mut tree, id, &[PageId(2 * id), PageId(2 * id + 1)]));
+            let mut gone = DeviceEviction::default();
+            let mut id = leaves;
+            group.bench_function(BenchmarkId::new(name, leaves), |b| {
+                b.iter_custom(|iters| {
+                    let mut spent = Duration::ZERO;
+                    for _ in 0..iters.div_ceil(100) {
+                        gone.clear();
+                        let start = Instant::now();
+                        // A call per node, the way an allocator asks.
+                        for _ in 0..100 {
+                            tree.evict_device(2, Unbacked::Delete, &mut gone);
+                        }
+                        spent += start.elapsed();
+                        assert_eq!(gone.deleted_nodes, 100);
+                        for pages in gone.freed_device.chunks(2) {
+                            put(&mut tree, id, pages);
+                            id += 1;
+                        }
+                    }
+                    spent * iters as u32 / (iters.div_ceil(100) * 100) as u32
+                });
+            });
+        }
+    }
+    group.finish();
+}
+
+fn w5(c: &mut Criterion) {
+    let mut group = c.benchmark_group("w5");
+    group.sample_size(20).measurement_time(Duration::from_secs(1)).warm_up_time(Duration::from_millis(300));
+    for merge in [true, false] {
+        let mut cache = Cache::new(16, merge, Policy::Lru, 1_000_000 * 32 + (1 << 16));
+        let mut sessions = 0u64;
+        for steps in [1_000u64, 10_000, 100_000, 1_000_000] {
+            while sessions * 10 < steps {
+                let row = tokens((5 << 56) + sessions, 320);
+                (1..=10).for_each(|d| cache.turn(&row[..d * 32]));
+                sessions += 1;
+            }
+            let picked: Vec<Vec<u32>> =
+                (0..4_000).map(|i| tokens((5 << 56) + mix(steps + i) % sessions, 320)).collect();
+            let mut i = 0;
+            let name = if merge { "session" } else { "session-unmerged" };
+            group.bench_function(BenchmarkId::new(name, steps), |b| {
+                b.iter(|| {
+                    i = (i + 1) % picked.len();
+                    assert_eq!(cache.find(&picked[i]), 20);
+                });
+            });
+        }
+        cache.check();
+    }
+    group.finish();
+}
+
+criterion_group!(benches, w1, w2, w4, evict, w5);
+criterion_main!(benches);

@@ -1,0 +1,337 @@
+//! Chunks, posted writes, and who is quiet.
+//!
+//! Before a chunk is posted three guards look at it: its room is live (else its sources may be gone), its
+//! destination is still bound to the room under the same serial, and the serial is not closed for the
+//! incarnation that is registered now. The pages come from the chunk's own snapshot, never from a table.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use super::{Action, Dest, Outcome, Sender, Tail};
+use crate::base::Time;
+use crate::pd::ids::{Incarnation, PeerId, RoomKey, Serial, Tag, XferId};
+use crate::pd::layout::{Component, pages_of, window_first_page};
+use crate::pd::link::Slot;
+use crate::pd::plan::{Copy, FullChunk, PeerPlan, PlanError};
+use crate::pd::plant::Plant;
+use crate::pd::reason::Reason;
+use crate::pd::wire::{Body, Metadata, Quiet, Status};
+
+#[derive(Clone, Debug)]
+enum Part {
+    /// Full-attention pages from this position on.
+    Full(u32, Box<[u32]>),
+    /// Everything else, once per destination.
+    Tail(Arc<Tail>),
+}
+
+#[derive(Clone, Debug)]
+struct Chunk {
+    key: RoomKey,
+    peer: PeerId,
+    inc: Incarnation,
+    serial: Serial,
+    dest: Arc<Metadata>,
+    part: Part,
+    tries: u8,
+}
+
+#[derive(Debug)]
+struct Flight {
+    chunk: Chunk,
+    bytes: u64,
+    /// The end could not be proved.
+    unproven: bool,
+}
+
+#[derive(Debug, Default)]
+struct Busy {
+    posted: u32,
+    unproven: u32,
+    /// An ABORT waits for the answer, about this room.
+    wanted: Option<RoomKey>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Writes {
+    queue: VecDeque<Chunk>,
+    flights: BTreeMap<XferId, Flight>,
+    unproven: usize,
+    busy: BTreeMap<(PeerId, Incarnation, Serial), Busy>,
+    next: u64,
+}
+
+impl Writes {
+    pub(super) fn in_flight(&self) -> usize {
+        self.flights.len() - self.unproven
+    }
+
+    pub(super) fn unproven(&self) -> usize {
+        self.unproven
+    }
+
+    pub(super) fn refers_to(&self, peer: PeerId) -> bool {
+        self.busy.keys().any(|k| k.0 == peer) || self.queue.iter().any(|c| c.peer == peer)
+    }
+
+    /// How quiet a closed grant is; `None` while writes are posted, and then the answer is sent when the last
+    /// of them settles.
+    pub(super) fn quiet(
+        &mut self,
+        peer: PeerId,
+        inc: Incarnation,
+        serial: Serial,
+        key: RoomKey,
+    ) -> Option<Quiet> {
+        match self.busy.get_mut(&(peer, inc, serial)) {
+            None => Some(Quiet::Drained),
+            Some(b) => {
+                b.wanted = Some(key);
+                (b.posted == 0).then_some(Quiet::Unprovable)
+            }
+        }
+    }
+
+    /// Queues positions of a destination in chunks and returns how many.
+    pub(super) fn queue_full(&mut self, key: RoomKey, d: &Dest, first: u32, pages: &[u32], max: u32) -> u32 {
+        let mut at = first;
+        let mut n = 0;
+        for part in pages.chunks(max.max(1) as usize) {
+            self.queue.push_back(chunk(key, d, Part::Full(at, part.into())));
+            (at, n) = (at + part.len() as u32, n + 1);
+        }
+        n
+    }
+}
+
+fn chunk(key: RoomKey, d: &Dest, part: Part) -> Chunk {
+    Chunk { key, peer: d.peer, inc: d.inc, serial: d.serial, dest: d.meta.clone(), part, tries: 0 }
+}
+
+impl Sender {
+    /// Queues what has become possible for a room.
+    pub(super) fn advance(&mut self, now: Time, key: RoomKey) {
+        let max = self.config.chunk_pages_max;
+        let Some(room) = self.rooms.get_mut(&key) else { return };
+        let complete = !room.expect.is_empty() && room.dests.len() == room.expect.len();
+        if !complete || room.local.is_some_and(|o| o.is_err()) {
+            return;
+        }
+        let total = room.pages.len() as u32;
+        for d in &mut room.dests {
+            if d.next < room.ready {
+                let pages = &room.pages[d.next as usize..room.ready as usize];
+                d.open_chunks += self.writes.queue_full(key, d, d.next, pages, max);
+                d.next = room.ready;
+            }
+            if let Some(tail) = &room.tail
+                && room.waits.is_empty()
+                && d.next.max(d.meta.prefix) >= total
+                && !std::mem::replace(&mut d.tail_queued, true)
+            {
+                self.writes.queue.push_back(chunk(key, d, Part::Tail(tail.clone())));
+                d.open_chunks += 1;
+            }
+        }
+        self.pump(now);
+    }
+
+    /// Posts queued chunks while there is room for them.
+    pub(super) fn pump(&mut self, now: Time) {
+        while self.writes.in_flight() < self.config.in_flight_max.max(1)
+            && let Some(chunk) = self.writes.queue.pop_front()
+        {
+            if !self.guards(&chunk) {
+                self.stats.chunks_dropped += 1;
+                continue;
+            }
+            let Some(plan) = self.regs.get(&chunk.peer).and_then(|r| r.plan.as_ref().ok()).cloned() else {
+                continue;
+            };
+            let attach = self.regs.get(&chunk.peer).map_or(0, |r| r.attach);
+            let mut copies = Vec::new();
+            match self.materialise(&plan, &chunk, &mut copies) {
+                Err(_) => self.fail(now, chunk.key, Reason::BadDestination),
+                Ok(0) => self.complete(now, &chunk, 0),
+                Ok(bytes) => self.post(chunk, attach, bytes, copies),
+            }
+        }
+    }
+
+    fn guards(&self, c: &Chunk) -> bool {
+        let room = self.rooms.get(&c.key);
+        let live = room.is_some_and(|r| r.local.is_none_or(|o| o.is_ok()));
+        if self.plant == Some(Plant::NoRoomGuard) {
+            return self.regs.contains_key(&c.peer);
+        }
+        let bound = room
+            .is_some_and(|r| r.dests.iter().any(|d| (d.peer, d.inc, d.serial) == (c.peer, c.inc, c.serial)));
+        let same_life = self.regs.get(&c.peer).is_some_and(|r| r.inc == c.inc);
+        let open = !self.is_closed(c.peer, c.serial) || self.plant == Some(Plant::NoClosedGuard);
+        live && bound && same_life && open
+    }
+
+    fn materialise(&self, plan: &PeerPlan, c: &Chunk, out: &mut Vec<Copy>) -> Result<u64, PlanError> {
+        let tokens = c.dest.prompt.tokens;
+        match &c.part {
+            Part::Full(first, src) => {
+                let chunk = FullChunk {
+                    first: *first,
+                    src,
+                    prompt_tokens: tokens,
+                    prefix: c.dest.prefix,
+                    dst: &c.dest.full,
+                };
+                plan.full(&chunk, out)
+            }
+            Part::Tail(t) => {
+                let ps = self.layout.page_tokens;
+                let first = window_first_page(c.dest.prefix, tokens, self.layout.window_tokens, ps);
+                let skip = first.checked_sub(t.window_first).unwrap_or(u32::MAX) as usize;
+                let have = pages_of(tokens, ps).saturating_sub(first) as usize;
+                let window = t.window.get(skip.min(t.window.len())..).unwrap_or_default();
+                debug_assert!(c.dest.window.is_empty() || c.dest.window.len() == have);
+                let mut bytes = 0;
+                if plan.unit_bytes(Component::Window, 1) > 0 {
+                    bytes += plan.units(Component::Window, window, &c.dest.window, out)?;
+                }
+                if plan.unit_bytes(Component::State, 1) > 0 {
+                    bytes += plan.units(Component::State, &t.state, &c.dest.state, out)?;
+                }
+                if let (Some((row, live)), [dst]) = (t.ring, c.dest.ring.as_slice()) {
+                    bytes += plan.ring(row, *dst, tokens, live, out)?;
+                }
+                Ok(bytes)
+            }
+        }
+    }
+
+    fn post(&mut self, chunk: Chunk, attach: u32, bytes: u64, copies: Vec<Copy>) {
+        self.writes.next += 1;
+        let xfer = XferId(self.writes.next);
+        self.writes.busy.entry((chunk.peer, chunk.inc, chunk.serial)).or_default().posted += 1;
+        if let Some(room) = self.rooms.get_mut(&chunk.key) {
+            room.reading += 1;
+        }
+        let tag = Tag::new(chunk.inc, chunk.serial);
+        self.actions.push_back(Action::Write { xfer, peer: chunk.peer, attach, tag, copies });
+        self.writes.flights.insert(xfer, Flight { chunk, bytes, unproven: false });
+    }
+
+    /// A write ended. A second report of one that ended without proof settles it; everything else that is
+    /// not expected is ignored and counted.
+    pub fn handle_done(&mut self, now: Time, xfer: XferId, outcome: Outcome) {
+        let Some(flight) = self.writes.flights.get_mut(&xfer) else {
+            self.stats.completions_ignored += 1;
+            return;
+        };
+        let was_unproven = flight.unproven;
+        if outcome == Outcome::FailedUnknown {
+            if was_unproven {
+                self.stats.completions_ignored += 1;
+                return;
+            }
+            flight.unproven = true;
+            let key = flight.chunk.key;
+            let slot = (flight.chunk.peer, flight.chunk.inc, flight.chunk.serial);
+            self.writes.unproven += 1;
+            if let Some(b) = self.writes.busy.get_mut(&slot) {
+                b.posted -= 1;
+                b.unproven += 1;
+            }
+            self.answer_if_quiet(slot);
+            self.fail_or_tell(now, key, slot.0, slot.2, Reason::TransferUnknown);
+            self.pump(now);
+            return;
+        }
+        let Some(flight) = self.writes.flights.remove(&xfer) else { return };
+        let c = flight.chunk;
+        let slot = (c.peer, c.inc, c.serial);
+        if was_unproven {
+            self.writes.unproven -= 1;
+        }
+        if let Some(b) = self.writes.busy.get_mut(&slot) {
+            if was_unproven { b.unproven -= 1 } else { b.posted -= 1 }
+        }
+        if let Some(room) = self.rooms.get_mut(&c.key) {
+            room.reading -= 1;
+        }
+        match outcome {
+            _ if was_unproven => {}
+            Outcome::Ok { bytes } if bytes == flight.bytes => {
+                self.stats.bytes_written += bytes;
+                self.complete(now, &c, bytes);
+            }
+            _ if c.tries < self.config.retries_max && self.guards(&c) => {
+                self.stats.retries += 1;
+                self.writes.queue.push_front(Chunk { tries: c.tries + 1, ..c.clone() });
+            }
+            _ => self.fail_or_tell(now, c.key, c.peer, c.serial, Reason::TransferFailed),
+        }
+        self.answer_if_quiet(slot);
+        self.try_unpin(now, c.key);
+        self.pump(now);
+    }
+
+    /// Our side of the connection to a peer is destroyed and the transport vouches that no posted write of
+    /// that incarnation reads or lands any more: what was unproven is settled.
+    pub fn handle_fenced(&mut self, now: Time, peer: PeerId, inc: Incarnation) {
+        let hit: Vec<XferId> = self
+            .writes
+            .flights
+            .iter()
+            .filter(|(_, f)| f.chunk.peer == peer && f.chunk.inc == inc)
+            .map(|(x, _)| *x)
+            .collect();
+        hit.into_iter().for_each(|xfer| self.handle_done(now, xfer, Outcome::FailedQuiet));
+    }
+
+    /// Fails the room, or tells the one destination if the room has succeeded already (a top-up broke).
+    fn fail_or_tell(&mut self, now: Time, key: RoomKey, peer: PeerId, serial: Serial, reason: Reason) {
+        if self.rooms.get(&key).is_some_and(|r| r.local == Some(Ok(()))) && !self.is_closed(peer, serial) {
+            self.link.send_until(now, peer, Slot::Status, key, serial, Body::Status(Status::Failed(reason)));
+        } else {
+            self.fail(now, key, reason);
+        }
+    }
+
+    fn answer_if_quiet(&mut self, slot: (PeerId, Incarnation, Serial)) {
+        let Some(b) = self.writes.busy.get_mut(&slot) else { return };
+        if b.posted > 0 {
+            return;
+        }
+        let (unproven, wanted) = (b.unproven, b.wanted);
+        if unproven == 0 {
+            self.writes.busy.remove(&slot);
+        }
+        if let Some(key) = wanted
+            && self.link.incarnation(slot.0) == slot.1
+        {
+            let quiet = if unproven == 0 { Quiet::Drained } else { Quiet::Unprovable };
+            self.link.send(slot.0, key, slot.2, Body::AbortReply(quiet));
+        }
+    }
+
+    fn complete(&mut self, now: Time, c: &Chunk, bytes: u64) {
+        let Some(room) = self.rooms.get_mut(&c.key) else { return };
+        let Some(d) = room.dests.iter_mut().find(|d| (d.peer, d.serial) == (c.peer, c.serial)) else {
+            return;
+        };
+        d.open_chunks = d.open_chunks.saturating_sub(1);
+        d.bytes += bytes;
+        let Some(tail) = room.tail.clone() else { return };
+        let complete = !room.expect.is_empty() && room.dests.len() == room.expect.len();
+        let all = complete && room.dests.iter().all(|d| d.tail_queued && d.open_chunks == 0);
+        if !all || room.local.is_some_and(|o| o.is_err()) {
+            return;
+        }
+        let tell: Vec<(PeerId, Serial, u64)> =
+            room.dests.iter().filter(|d| !d.told).map(|d| (d.peer, d.serial, d.bytes)).collect();
+        room.dests.iter_mut().for_each(|d| d.told = true);
+        for (peer, serial, bytes) in tell {
+            let status = Status::Done { bytes, checksum: tail.checksum, aux: tail.aux.clone() };
+            self.link.send_until(now, peer, Slot::Status, c.key, serial, Body::Status(status));
+        }
+        self.succeed(now, c.key);
+    }
+}

@@ -1,0 +1,58 @@
+//! Computation that was launched is never overtaken, also where a request loses its pages in passing.
+
+use std::sync::Arc;
+
+use sapwood::backend::device::{CopyFault, SoftDevice, SoftFault};
+use sapwood::base::{Fence, NamespaceId, Time};
+use sapwood::engine::PrefixCache;
+use sapwood::pool::{Capacities, Capacity, Geometry, Plane, PlaneId};
+use sapwood::tiers::{Alloc, LoadBack, LoadState, WritePolicy};
+
+/// A scheduler may compute on the layers that a load has brought while the rest of it runs. When the load then fails,
+/// the request matches again and its own pages go back to the pool, but the computation on them may still run: a copy
+/// into one of them has to wait for it.
+#[test]
+fn pages_of_a_request_whose_load_failed_come_back_behind_its_computation() {
+    let geometry = Arc::new(Geometry::builder(2).plane(Plane::target(1, 4)).build().unwrap());
+    let pages = Capacities::full(Capacity::Pages(2));
+    let device = SoftDevice::manual(Arc::clone(&geometry), pages).unwrap();
+    let mut cache = PrefixCache::builder(geometry)
+        .device(device.clone())
+        .host_pages(Capacity::Pages(8))
+        .write_policy(WritePolicy::WriteThrough { threshold: 1 })
+        .build()
+        .unwrap();
+    // A page of a prompt that lies on the host only.
+    let prompt = [1, 2];
+    let mut first = cache.request(NamespaceId::DEFAULT);
+    assert_eq!(cache.alloc(&mut first, 1).unwrap(), Alloc::Granted);
+    cache.finish(first, &prompt, Fence::SETTLED).unwrap();
+    device.finish_all();
+    cache.tick(Time(1)).unwrap();
+    let mut all = cache.request(NamespaceId::DEFAULT);
+    assert_eq!(cache.alloc(&mut all, 2).unwrap(), Alloc::Granted);
+    cache.abort(all, Fence::SETTLED).unwrap();
+
+    // A load that fails, and computation launched on a page of the request meanwhile.
+    device.inject(SoftFault { skip_jobs: 0, after_units: 0, fault: CopyFault { code: 7, quiescent: true } });
+    let mut request = cache.request(NamespaceId::DEFAULT);
+    assert_eq!(cache.match_prefix(&mut request, &prompt).unwrap().host_tokens, 2);
+    assert!(matches!(cache.load_back(&mut request).unwrap(), LoadBack::Started { tokens: 2 }));
+    assert_eq!(cache.alloc(&mut request, 1).unwrap(), Alloc::Granted);
+    let own = cache.pages(&request).unwrap()[1];
+    let work = device.compute_begin();
+    device.finish_all();
+    assert_eq!(cache.load_state(&request).unwrap(), LoadState::Failed);
+
+    // Somebody takes the page of the failed load, so the next load goes into the other one.
+    let mut other = cache.request(NamespaceId::DEFAULT);
+    assert_eq!(cache.alloc(&mut other, 1).unwrap(), Alloc::Granted);
+    assert_eq!(cache.match_prefix(&mut request, &prompt).unwrap().host_tokens, 2);
+    assert!(matches!(cache.load_back(&mut request).unwrap(), LoadBack::Started { tokens: 2 }));
+    assert_eq!(cache.pages(&request).unwrap(), [own]);
+    assert_eq!(device.runnable(), [], "a copy runs beside computation on {own:?}");
+    device.write_rows(PlaneId(0), own, 0, 0, &[9; 16]).unwrap();
+    device.compute_end(work);
+    device.finish_all();
+    assert_eq!(cache.load_state(&request).unwrap(), LoadState::Ready);
+}
