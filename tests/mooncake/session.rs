@@ -282,3 +282,23 @@ fn callers_take_turns() {
     });
     assert_eq!(store.stats().corrupt_total, 0);
 }
+
+/// The real client forgets who has not pinged for ten seconds, and goes on telling it that it is well. The first call
+/// that meets an unknown address makes the session start over, long before the next ping.
+#[test]
+fn a_session_that_was_forgotten_starts_over() {
+    let _alone = alone();
+    let Some(service) = Service::start("16 MB") else { return };
+    let mut config = MooncakeConfig::at(service.address());
+    config.ping_every = Duration::from_secs(3600);
+    let store = MooncakeStore::open(config).unwrap();
+    let a = Arena::new(&store, 2 * MIB);
+    a.fill(1, 0, MIB);
+    assert_eq!(store.put(&[a.item(1, 0, MIB)], &call()), [Outcome::Ok(MIB)]);
+    let epoch = store.epoch();
+    until("the segments are unmapped", Duration::from_secs(60), || mapped_by(service.client_pid()) == 0);
+    assert_eq!(store.get(&[a.item(1, MIB, MIB)], &call()), [Outcome::AddressLost]);
+    until("a new epoch", Duration::from_secs(10), || store.epoch() > epoch);
+    assert_eq!(store.get(&[a.item(1, MIB, MIB)], &call()), [Outcome::Ok(MIB)]);
+    assert!(a.holds(1, MIB, MIB));
+}

@@ -191,7 +191,11 @@ impl Service<'_> {
                 })
                 .collect())
         };
-        self.transfer(&wire::PUT, objects, call, seal, finish, outcomes)
+        let out = self.transfer(&wire::PUT, objects, call, seal, finish, outcomes);
+        if out.contains(&Outcome::AddressLost) {
+            self.session.doubt();
+        }
+        out
     }
 
     /// Reads objects and checks them while the next call's are copied.
@@ -224,12 +228,16 @@ impl Service<'_> {
         let keys: Vec<StoreKey> =
             objects.iter().zip(&*out).filter(|(_, o)| doubtful(o)).map(|((item, _), _)| item.key).collect();
         let mut sizes = self.sizes(&keys, call).into_iter();
+        let mut lost = false;
         for ((_, memory), o) in objects.iter().zip(out.iter_mut()).filter(|(_, o)| doubtful(o)) {
             match sizes.next() {
                 Some(Outcome::Ok(stored)) if stored != memory.len() => *o = Outcome::SizeMismatch { stored },
                 Some(Outcome::Missing) => *o = Outcome::Missing,
-                _ => {}
+                _ => lost |= *o == Outcome::AddressLost,
             }
+        }
+        if lost {
+            self.session.doubt();
         }
     }
 

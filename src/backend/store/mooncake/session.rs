@@ -37,6 +37,8 @@ struct State {
     epoch: u64,
     client: ClientId,
     peer: Arc<Peer>,
+    /// Somebody met an answer that a forgotten session would give: ask now.
+    doubted: bool,
 }
 
 /// A connection and the header slots that go with it. One call of the store at a time holds it.
@@ -99,6 +101,7 @@ impl Session {
             epoch: 0,
             client: ClientId::default(),
             peer: Arc::new(Peer::unknown()),
+            doubted: false,
         };
         let session = Arc::new(Session {
             config,
@@ -140,14 +143,11 @@ impl Session {
         for segment in segments.iter() {
             self.map(client, &segment.region)?;
         }
-        match conn.call(&wire::PING, Request::new(&wire::PING, 0).client(client), until, |r| r.ping()) {
-            Ok(Ok(CLIENT_IS_WELL)) => {}
-            Ok(_) => return Err(unreachable(CallError::Protocol)),
-            Err(e) => return Err(unreachable(e)),
-        }
+        self.ask(&mut conn, client, until).map_err(unreachable)?;
         let mut state = locked(&self.state);
         if state.phase != Phase::Closed {
-            *state = State { phase: Phase::Up, epoch: state.epoch + 1, client, peer: Arc::new(peer) };
+            let (epoch, peer) = (state.epoch + 1, Arc::new(peer));
+            *state = State { phase: Phase::Up, epoch, client, peer, doubted: false };
             tracing::info!(epoch = state.epoch, client = %self.config.client, "sapwood: mooncake session is up");
         }
         drop(segments);
@@ -179,10 +179,11 @@ impl Session {
                     Phase::Down => self.config.retry_every,
                 };
                 let phase = state.phase;
-                let (state, _) = self
+                let (mut state, _) = self
                     .changed
-                    .wait_timeout_while(state, wait, |s| s.phase == phase)
+                    .wait_timeout_while(state, wait, |s| s.phase == phase && !s.doubted)
                     .unwrap_or_else(std::sync::PoisonError::into_inner);
+                state.doubted = false;
                 match state.phase {
                     Phase::Closed => return,
                     Phase::Up => (state.epoch, state.client),
@@ -206,12 +207,28 @@ impl Session {
             *pings = Some((epoch, Conn::dial(self.config.client, wait_max)?));
         }
         let Some((_, conn)) = pings else { return Err(CallError::Protocol) };
-        let request = Request::new(&wire::PING, 0).client(client);
-        match conn.call(&wire::PING, request, Some(Instant::now() + wait_max), |r| r.ping())? {
-            Ok(CLIENT_IS_WELL) => Ok(()),
-            // It forgot us, and with us our segments.
-            Ok(_) | Err(_) => Err(CallError::Protocol),
+        self.ask(conn, client, Some(Instant::now() + wait_max))
+    }
+
+    /// Says that we live, and asks whether our memory is mapped: a client that was forgotten is still told that it is
+    /// well, but its segments are gone.
+    fn ask(&self, conn: &mut Conn, client: ClientId, until: Option<Instant>) -> Result<(), CallError> {
+        let ping = Request::new(&wire::PING, 0).client(client);
+        if conn.call(&wire::PING, ping, until, |r| r.ping())? != Ok(CLIENT_IS_WELL) {
+            return Err(CallError::Protocol);
         }
+        let base = self.headers.base().as_ptr() as u64;
+        let mapped = Request::new(&wire::IS_MAPPED, 0).number(base).client(client);
+        match conn.call(&wire::IS_MAPPED, mapped, until, |r| r.yes())? {
+            Ok(true) => Ok(()),
+            Ok(false) | Err(_) => Err(CallError::Lost(0)),
+        }
+    }
+
+    /// An address of ours was not known there. The keeper asks at once, and starts over if that is how it is.
+    pub(super) fn doubt(&self) {
+        locked(&self.state).doubted = true;
+        self.changed.notify_all();
     }
 
     /// The real client of `epoch` is lost. Does nothing if a later epoch has begun.

@@ -98,6 +98,12 @@ pub(super) const UNREGISTER: Function = Function::new(
     &[0xfd, 0x04, 0xfd, 0x04, 0x04, 0x89, 0x89, 0xff, 0xff],
     OK_OR_CODE,
 );
+/// First byte of a segment, client.
+pub(super) const IS_MAPPED: Function = Function::new(
+    "mooncake::RealClient::is_shm_mapped_internal",
+    &[0xfd, 0x04, 0xfd, 0x04, 0x04, 0x89, 0x89, 0xff, 0xff],
+    &[0x87, 0x0b, 0x01],
+);
 pub(super) const UNMAP: Function = Function::new(
     "mooncake::RealClient::unmap_shm_internal",
     &[0xfd, 0x04, 0x04, 0x89, 0x89, 0xff],
@@ -318,6 +324,12 @@ impl<'a> Reply<'a> {
         self.end(answer)
     }
 
+    /// The one answer of [`IS_MAPPED`].
+    pub(super) fn yes(mut self) -> Result<Answer<bool>, Malformed> {
+        let answer = self.answer(Reply::flag)?;
+        self.end(answer)
+    }
+
     /// The state that [`PING`] answers: 1 is well.
     pub(super) fn ping(mut self) -> Result<Answer<i32>, Malformed> {
         let answer = self.answer(|r| {
@@ -473,6 +485,8 @@ mod tests {
         assert_eq!(each, Ok(vec![Ok(4096), Err(code::MISSING), Ok(5000)]));
         let put = bytes("cf52fc39 04 8487fa0100 02 01 01");
         assert_eq!(Reply::of(&PUT, &put).unwrap().each(2, Reply::nothing), Ok(vec![Ok(()); 2]));
+        let unmapped = bytes("d300e890 04 870b0100 01 00");
+        assert_eq!(Reply::of(&IS_MAPPED, &unmapped).unwrap().yes(), Ok(Ok(false)));
         let there = bytes("5d8c5f2a 04 84870b0100 02 0101 0100");
         assert_eq!(Reply::of(&EXIST, &there).unwrap().each(2, Reply::flag), Ok(vec![Ok(true), Ok(false)]));
     }
