@@ -28,7 +28,7 @@ impl Adversary {
     /// transfer last of all, or nothing for a long time and then everything. Under every third seed many copies fail.
     pub fn act(&mut self, device: &SoftDevice) {
         self.turns += 1;
-        if self.faults && self.turns.is_multiple_of(5) {
+        if self.faults && self.turns.is_multiple_of(20) {
             let after_units = (self.roll() % 3) as u32;
             let fault = CopyFault { code: 700, quiescent: true };
             device.inject(SoftFault { skip_jobs: self.roll() % 8, after_units, fault });

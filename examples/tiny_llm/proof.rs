@@ -84,7 +84,8 @@ pub fn adversarial(seed: u64) -> Vec<Setup> {
             publish_early: seed.is_multiple_of(2),
             ..Options::ample()
         },
-        shows: Shows { tiers: true, store: false },
+        // Where many copies fail, little may come back from a tiny host.
+        shows: Shows { tiers: !seed.is_multiple_of(3), store: false },
     };
     vec![
         setup("write-through", THROUGH, 160),
