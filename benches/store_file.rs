@@ -57,8 +57,8 @@ fn main() {
     let o = options();
     std::fs::create_dir_all(&o.dir).unwrap();
     println!("{} MiB of objects in {}, batches of {BATCH}, best of {ROUNDS}", o.mib, o.dir.display());
-    let parts: [(&str, fn(&Options)); 4] =
-        [("cold", cold), ("warm", warm), ("formats", formats), ("opening", opening)];
+    type Part = (&'static str, fn(&Options));
+    let parts: [Part; 4] = [("cold", cold), ("warm", warm), ("formats", formats), ("opening", opening)];
     for (name, run) in parts {
         if o.part.is_empty() || o.part == name {
             run(&o);
