@@ -59,9 +59,15 @@ fn row(peer: &str, what: &str, us: f64, floor_us: f64) {
     println!("| {peer} | {what} | {us:.2} | {:.2} |", us / floor_us);
 }
 
+fn memory(sizes: &Sizes, bytes: f64) -> String {
+    if sizes.memory { format!(", {bytes:.1} B/token") } else { String::new() }
+}
+
 struct Sizes {
     quick: bool,
     page: usize,
+    /// Growth of the process says something only while it holds one peer: a later one finds the heap of the earlier.
+    memory: bool,
 }
 
 /// Compare the same tokens as 4-byte words and write the same page list.
@@ -117,13 +123,17 @@ fn w2<P: Peer>(name: &str, make: &impl Fn(usize) -> P, sizes: &Sizes) {
         }
         best = best.min((cpu_ns() - start) as f64 / chat.turn_count() as f64 / 1e3);
         hit_rate = hits as f64 / asked as f64;
-        assert!(hit_rate <= chat.optimum(), "hits above the offline optimum: the harness or the peer is wrong");
+        assert!(
+            hit_rate <= chat.optimum(),
+            "hits above the offline optimum: the harness or the peer is wrong"
+        );
         if bytes == 0.0 {
             bytes = rss_bytes().saturating_sub(before) as f64 / chat.unique_tokens() as f64;
         }
     }
-    let floor_us = floor(&chat.rows[..16].iter().map(|r| r[..2_848].to_vec()).collect::<Vec<_>>(), sizes.page);
-    row(name, &format!("W2 turn (hits {:.2} %, {bytes:.1} B/token)", 100.0 * hit_rate), best, floor_us);
+    let floor_us =
+        floor(&chat.rows[..16].iter().map(|r| r[..2_848].to_vec()).collect::<Vec<_>>(), sizes.page);
+    row(name, &format!("W2 turn (hits {:.2} %{})", 100.0 * hit_rate, memory(sizes, bytes)), best, floor_us);
 }
 
 fn w4<P: Peer>(name: &str, make: &impl Fn(usize) -> P, sizes: &Sizes) {
@@ -172,7 +182,7 @@ fn w5<P: Peer>(name: &str, make: &impl Fn(usize) -> P, sizes: &Sizes) {
         });
         let bytes = rss_bytes().saturating_sub(before) as f64 / (sessions * 320) as f64;
         let floor_us = floor(&picked[..16], sizes.page);
-        row(name, &format!("W5 of {steps} steps ({bytes:.1} B/token)"), us, floor_us);
+        row(name, &format!("W5 of {steps} steps{}", memory(sizes, bytes)), us, floor_us);
     }
 }
 
@@ -194,7 +204,7 @@ fn main() {
         .unwrap_or(16);
     args.retain(|a| !a.starts_with("--") && a.parse::<usize>().is_err());
     let chosen = |name: &str| args.is_empty() || args.iter().any(|a| a == name);
-    let sizes = Sizes { quick, page };
+    let sizes = Sizes { quick, page, memory: args.len() == 1 };
     println!("| peer | work | us (least CPU time) | x floor |\n|---|---|---|---|");
     if chosen("sapwood") {
         all("sapwood", |cap| sapwood_peer::Ours::new(page, cap), &sizes);

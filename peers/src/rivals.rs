@@ -88,7 +88,8 @@ impl Peer for Chain {
         let known = hit / self.page;
         if known < prompt.blocks.len() {
             let parent = known.checked_sub(1).map(|i| prompt.sequence[i]);
-            let stored = self.index.apply_stored(self.worker, &prompt.blocks[known..], parent, &mut self.blocks);
+            let stored =
+                self.index.apply_stored(self.worker, &prompt.blocks[known..], parent, &mut self.blocks);
             stored.expect("a chain that goes on");
         }
     }
@@ -199,7 +200,8 @@ impl Peer for Kvbm {
             let block: kvbm_logical::MutableBlock<()> = block;
             block.complete(tokens).ok().expect("a block of this size")
         };
-        let registered = self.0.register_blocks(free.into_iter().zip(&prompt.0[known..]).map(complete).collect());
+        let registered =
+            self.0.register_blocks(free.into_iter().zip(&prompt.0[known..]).map(complete).collect());
         // Tail first, as engines do, so that prefixes outlive suffixes.
         registered.into_iter().rev().for_each(drop);
         held.into_iter().rev().for_each(drop);

@@ -72,7 +72,8 @@ impl Peer for Ours {
         let opts = InsertOpts { priority: 0, count_hits_from: Some(found.device_pages) };
         let owned = found.device_pages;
         let components = InsertComponents::default();
-        let done = self.tree.insert_from(&lock, key(prompt), &self.pages, owned, components, opts, &mut self.out);
+        let done =
+            self.tree.insert_from(&lock, key(prompt), &self.pages, owned, components, opts, &mut self.out);
         done.expect("a prompt that goes on where the lock ends");
         self.tree.unlock(lock).expect("our own lock");
     }
@@ -84,7 +85,11 @@ impl Peer for Ours {
     fn held_tokens(&self) -> Option<usize> {
         let s = self.tree.stats();
         let held = s.device_pages_evictable + s.device_pages_protected;
-        assert_eq!(held + self.pool.free_pages(), self.pool.capacity(), "tokens in the tree + free = capacity");
+        assert_eq!(
+            held + self.pool.free_pages(),
+            self.pool.capacity(),
+            "tokens in the tree + free = capacity"
+        );
         Some(held as usize * self.page())
     }
 }
