@@ -1,5 +1,6 @@
 //! The `sapwood` command-line tool: argument parsing and exit codes. Each subcommand is a module.
 
+mod lab;
 mod replay;
 
 use std::process::ExitCode;
@@ -16,11 +17,13 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Lab(Box<lab::Args>),
     Replay(Box<replay::Args>),
 }
 
 fn main() -> ExitCode {
     match Cli::parse().command {
+        Command::Lab(args) => lab::main(&args),
         Command::Replay(args) => replay::main(&args),
     }
 }
