@@ -20,6 +20,7 @@
 //! | `event` | the stream of residency |
 //! | `sanity`, `dump` | every broken rule; pictures |
 
+pub mod adaptive;
 mod backup;
 mod component;
 mod dump;

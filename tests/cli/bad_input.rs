@@ -102,3 +102,28 @@ fn a_trace_line_is_named_with_file_line_and_reason() {
     std::fs::write(&empty, "\n\n").unwrap();
     assert_refused(&format!("--trace {}", empty.display()), "holds no request");
 }
+
+/// An op log is checked step by step; a line that is none is named.
+#[test]
+fn an_op_log_is_checked_or_refused() {
+    let run = |text: &str| {
+        let dir = tempfile::tempdir().expect("a temporary directory");
+        let log = dir.path().join("log");
+        std::fs::write(&log, text).expect("a file");
+        let out = std::process::Command::new(env!("CARGO_BIN_EXE_sapwood"))
+            .arg("check")
+            .arg(&log)
+            .output()
+            .expect("the tool starts");
+        let said =
+            format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+        (out.status.code(), said)
+    };
+    let header = "sapwood-oplog-1 4 8 0 none wait-complete 4 2 2 100 0 5 64 -\n";
+    let (code, said) = run(&format!("{header}request 0\nalloc 0.0 2\nfinish 0.0 0 1 2 3 4 5 6 7 8\n"));
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.starts_with("3 ops, no rule broken, digest "), "{said}");
+    let (code, said) = run(&format!("{header}request 0\nalloc 0.0\n"));
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("line 3: a word is missing"), "{said}");
+}

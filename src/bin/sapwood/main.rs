@@ -1,6 +1,8 @@
 //! The `sapwood` command-line tool: argument parsing and exit codes. Each subcommand is a module.
 
+mod check;
 mod doctor;
+mod lab;
 mod pd_demo;
 mod replay;
 
@@ -18,14 +20,18 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Check(check::Args),
     Doctor(doctor::Args),
+    Lab(Box<lab::Args>),
     PdDemo(Box<pd_demo::Args>),
     Replay(Box<replay::Args>),
 }
 
 fn main() -> ExitCode {
     match Cli::parse().command {
+        Command::Check(args) => check::main(&args),
         Command::Doctor(args) => doctor::main(&args),
+        Command::Lab(args) => lab::main(&args),
         Command::PdDemo(args) => pd_demo::main(&args),
         Command::Replay(args) => replay::main(&args),
     }
