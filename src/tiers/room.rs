@@ -13,7 +13,6 @@ impl Core {
         if free >= want {
             return true;
         }
-        // What copies in flight will free is on its way; do not write more victims than are needed.
         let short = want - free;
         let mode = match self.config.backs_up_on_eviction() {
             true => Unbacked::Report,
