@@ -10,6 +10,7 @@
 
 mod components;
 mod ops;
+mod sessions;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -165,6 +166,8 @@ pub struct Model {
     /// Pages of a match that must have the component; 0: not configured.
     spans: [u32; 2],
     holds: Vec<Hold>,
+    /// Ends of open sessions, oldest first.
+    sessions: BTreeMap<u64, Vec<At>>,
     /// By component and tier.
     freed: [[Vec<u32>; 2]; 2],
 }
@@ -209,6 +212,7 @@ impl Model {
             ops: BTreeMap::new(),
             spans,
             holds: Vec::new(),
+            sessions: BTreeMap::new(),
             freed: Default::default(),
         }
     }
@@ -530,7 +534,7 @@ impl Model {
 
     // ---- eviction ----
 
-    fn key(&self, at: At) -> (u64, u64, Reverse<u32>) {
+    fn key(&self, kept: &BTreeSet<At>, at: At) -> (bool, u64, u64, Reverse<u32>) {
         let p = &self.pages[&at];
         let (class, age) = match self.order {
             Order::Lru => (0, p.used),
@@ -545,7 +549,7 @@ impl Model {
                 (u64::from(i64::from(p.depth) <= keep), p.used)
             }
         };
-        (class, age, Reverse(p.depth))
+        (kept.contains(&at), class, age, Reverse(p.depth))
     }
 
     /// Device eviction of `want` pages, page by page. With `report`, pages without a host copy (and those above them) stay
@@ -555,6 +559,7 @@ impl Model {
         let mut gone = Gone::default();
         let mut reported: BTreeSet<At> = BTreeSet::new();
         for _ in 0..want {
+            let kept = self.kept();
             let victim = self
                 .pages
                 .iter()
@@ -566,7 +571,7 @@ impl Model {
                     let left = |c: &At| self.pages[c].device != Slot::Empty && !reported.contains(c);
                     !self.children(at).iter().any(left)
                 })
-                .min_by_key(|&at| self.key(at));
+                .min_by_key(|&at| self.key(&kept, at));
             let Some(victim) = victim else { break };
             let page = self.pages[&victim].device.page().expect("a victim is there");
             let blocked = self.children(victim).iter().any(|c| reported.contains(c));
@@ -606,6 +611,7 @@ impl Model {
     fn remove(&mut self, at: At) -> Option<u32> {
         self.drop_components(at, 0);
         self.drop_components(at, 1);
+        self.recede_sessions(at, self.pages[&at].parent);
         self.pages.remove(&at).and_then(|p| p.host.page())
     }
 
@@ -615,6 +621,7 @@ impl Model {
         let pinned = self.covered(&self.pins);
         let mut freed = BTreeSet::new();
         for _ in 0..want {
+            let kept = self.kept();
             let victim = self
                 .pages
                 .iter()
@@ -623,7 +630,7 @@ impl Model {
                 })
                 .map(|(&at, _)| at)
                 .filter(|at| !pinned.contains(at) && self.children(*at).is_empty())
-                .min_by_key(|&at| self.key(at));
+                .min_by_key(|&at| self.key(&kept, at));
             let Some(victim) = victim else { break };
             freed.extend(self.remove(victim));
         }

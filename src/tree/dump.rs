@@ -34,7 +34,7 @@ fn describe(tree: &Tree, at: u32, node: &Node) -> String {
             let _ = write!(text, " {name} {value}");
         }
     }
-    for op in [node.op, node.store_op] {
+    for op in [node.op, tree.ops.storing(at)] {
         if op != NIL && tree.ops.is_live(op) {
             let _ = write!(text, " {:?}", tree.ops.get(op).id);
         }

@@ -4,7 +4,7 @@
 use crate::base::containers::Map;
 use crate::base::{NodeId, PageId};
 
-use super::node::{Listed, NIL, Node, ROOT, Residency};
+use super::node::{DEVICE_ORDERS, HOST_ORDERS, Listed, NIL, Node, ROOT, Residency};
 use super::order::facts;
 use super::{DeviceEviction, HostEviction, Tree, TreeError, Unbacked};
 
@@ -22,7 +22,20 @@ impl Tree {
 
     fn evict_device_by_list(&mut self, want_pages: u32, unbacked: Unbacked, out: &mut DeviceEviction) {
         let mut left = want_pages;
-        let mut at = self.orders.device.oldest;
+        for listed in DEVICE_ORDERS {
+            left = self.evict_device_list(listed, left, unbacked, out);
+        }
+    }
+
+    /// Returns what is still wanted.
+    fn evict_device_list(
+        &mut self,
+        listed: Listed,
+        mut left: u32,
+        unbacked: Unbacked,
+        out: &mut DeviceEviction,
+    ) -> u32 {
+        let mut at = self.orders.lists[listed as usize].oldest;
         while left > 0 && at != NIL {
             self.cut_tail(at, left);
             let node = &self.arena.nodes[at as usize];
@@ -36,11 +49,12 @@ impl Tree {
                 out.needs_backup_pages += pages;
             } else {
                 debug_assert!(false, "the oldest node of the device order is a leaf");
-                break;
+                return 0;
             }
             left -= pages;
             at = newer;
         }
+        left
     }
 
     fn evict_device_by_heap(&mut self, want_pages: u32, unbacked: Unbacked, out: &mut DeviceEviction) {
@@ -49,7 +63,7 @@ impl Tree {
         let mut aside = Vec::new();
         let mut reported: Map<u32, u32> = Map::default();
         while left > 0 {
-            let Some(at) = self.orders.device_heap.peek() else { break };
+            let Some(at) = self.orders.heap_top(DEVICE_ORDERS) else { break };
             let tail = self.orders.policy.tail_pages(&facts(&self.arena.nodes[at as usize]));
             self.cut_tail(at, left.min(tail));
             let node = &self.arena.nodes[at as usize];
@@ -61,20 +75,21 @@ impl Tree {
             } else {
                 out.needs_backup.push(self.arena.id(at));
                 out.needs_backup_pages += pages;
-                self.orders.device_heap.remove(at);
+                self.orders.take_from_device_heaps(at);
                 aside.push(at);
                 *reported.entry(parent).or_insert(0) += 1;
             }
             let up = &self.arena.nodes[parent as usize];
             let all_reported = up.kids_device > 0 && reported.get(&parent) == Some(&up.kids_device);
             if all_reported && parent != ROOT && up.locks == 0 {
-                self.orders.device_heap.set(parent, self.orders.policy.key(&facts(up)));
+                let key = self.orders.policy.key(&facts(up));
+                self.orders.heaps[DEVICE_ORDERS[usize::from(up.refs > 0)] as usize].set(parent, key);
                 aside.push(parent);
             }
         }
         // Back to what their states say.
         for at in aside {
-            self.orders.device_heap.remove(at);
+            self.orders.take_from_device_heaps(at);
             self.orders.rekey(&self.arena, at);
         }
     }
@@ -167,14 +182,9 @@ impl Tree {
         self.tick();
         let mut done = HostEviction::default();
         while done.freed_pages < want_pages {
-            let by_list = self.orders.policy.is_list();
-            let at =
-                if by_list { self.orders.host.oldest } else { self.orders.host_heap.peek().unwrap_or(NIL) };
-            if at == NIL {
-                break;
-            }
+            let Some(at) = self.orders.first_host() else { break };
             let node = &self.arena.nodes[at as usize];
-            if node.kids > 0 || node.listed != Listed::Host {
+            if node.kids > 0 || !HOST_ORDERS.contains(&node.listed) {
                 debug_assert!(false, "the oldest node of the host order is a leaf");
                 break;
             }
@@ -213,14 +223,16 @@ impl Tree {
     /// Under a heap policy nothing is known ahead and nothing is listed. O(nodes in that range).
     pub fn unbacked_ahead(&self, within_pages: u32, out: &mut Vec<NodeId>) {
         let mut left = within_pages;
-        let mut at = self.orders.device.oldest;
-        while left > 0 && at != NIL {
-            let node = &self.arena.nodes[at as usize];
-            if node.host == Residency::Absent && self.reports(node, Unbacked::Report) {
-                out.push(self.arena.id(at));
+        for listed in DEVICE_ORDERS {
+            let mut at = self.orders.lists[listed as usize].oldest;
+            while left > 0 && at != NIL {
+                let node = &self.arena.nodes[at as usize];
+                if node.host == Residency::Absent && self.reports(node, Unbacked::Report) {
+                    out.push(self.arena.id(at));
+                }
+                left = left.saturating_sub(node.pages);
+                at = node.order.newer;
             }
-            left = left.saturating_sub(node.pages);
-            at = node.order.newer;
         }
     }
 

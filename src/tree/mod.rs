@@ -15,6 +15,7 @@
 //! | `load` | the only writer of device presence; loads from the host |
 //! | `refill` | hand-over of pages that came from a store |
 //! | `evict` | device and host eviction |
+//! | `session` | what conversations will come back for |
 //! | `store` | hashes and store presence |
 //! | `component` | windows and states |
 //! | `event` | the stream of residency |
@@ -36,6 +37,7 @@ mod order;
 mod policy;
 mod refill;
 mod sanity;
+mod session;
 mod shape;
 mod store;
 #[cfg(test)]
@@ -47,6 +49,7 @@ pub use component::{Component, ComponentCopy, ComponentPages, InsertComponents, 
 pub use error::{TreeConfigError, TreeError};
 pub use event::TreeEvent;
 pub use policy::{EvictionPolicy, NodeFacts, Policy};
+pub use session::SessionId;
 pub use types::*;
 
 use crate::base::limits::PAGE_SIZE_MAX;
@@ -57,6 +60,7 @@ use crate::key::{Key, KeyView, Namespace, NamespaceError, Namespaces};
 use node::{Arena, NO_PAGE, ROOT, Residency};
 use op::Ops;
 use order::Orders;
+use session::Sessions;
 
 /// A prefix tree over one set of namespaces and one device pool. One owner drives it; nothing is re-entrant.
 #[derive(Clone, Debug)]
@@ -73,6 +77,7 @@ pub struct Tree {
     orders: Orders,
     ops: Ops,
     namespaces: Namespaces,
+    sessions: Sessions,
     stats: TreeStats,
     /// Pages of a match that must have the component, by component; 0: not configured.
     spans: PerComponent<u32>,
@@ -116,6 +121,7 @@ impl Tree {
             orders: Orders::new(config.policy, spans != [0; 2]),
             ops: Ops::default(),
             namespaces: Namespaces::new(),
+            sessions: Sessions::default(),
             stats: TreeStats::default(),
             spans,
             component_pages: [[0; 2]; 2],
@@ -210,6 +216,7 @@ impl Tree {
             }
         }
         self.arena.clear();
+        self.sessions.forget_ends();
         if self.with_events {
             self.events.push(TreeEvent::Cleared);
         }

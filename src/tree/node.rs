@@ -27,13 +27,20 @@ pub(super) enum Residency {
     Present,
 }
 
-/// Which eviction order a node stands in.
+/// Which eviction order a node stands in. Each tier has two: what a session will come back for goes after all the rest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Listed {
-    Nowhere,
     Device,
+    DeviceKept,
     Host,
+    HostKept,
+    Nowhere,
 }
+
+/// The orders of the device, in the order in which they are emptied.
+pub(super) const DEVICE_ORDERS: [Listed; 2] = [Listed::Device, Listed::DeviceKept];
+/// Those of the host.
+pub(super) const HOST_ORDERS: [Listed; 2] = [Listed::Host, Listed::HostKept];
 
 /// Links of an intrusive list. `newer` leads to the most recently used end.
 #[derive(Clone, Copy, Debug)]
@@ -83,10 +90,10 @@ pub(super) struct Node {
     pub(super) first_child: u32,
     pub(super) sibling: Links,
     pub(super) kids: u32,
+    /// Session ends at this node plus children with any, as `locks`.
+    pub(super) refs: u32,
     /// Children whose host copy is not absent.
     pub(super) kids_host: u32,
-    /// Slot of the store write in flight.
-    pub(super) store_op: u32,
     /// Inserts counted, saturating at what policy and threshold can tell apart.
     pub(super) hits: u32,
     pub(super) priority: i32,
@@ -125,6 +132,7 @@ impl Node {
             first_child: NIL,
             sibling: Links::NONE,
             kids: 0,
+            refs: 0,
             kids_device: 0,
             kids_host: 0,
             locks: 0,
@@ -132,7 +140,6 @@ impl Node {
             pins: 0,
             own_pins: 0,
             op: NIL,
-            store_op: NIL,
             hits: 0,
             priority: 0,
             reach: 0,

@@ -7,7 +7,7 @@
 use crate::base::heap::IndexHeap;
 
 use super::component::COMPONENTS;
-use super::node::{Arena, Links, Listed, NIL, Node, ROOT, Residency};
+use super::node::{Arena, DEVICE_ORDERS, HOST_ORDERS, Links, Listed, NIL, Node, ROOT, Residency};
 use super::policy::{NodeFacts, Policy};
 use super::types::BackupRule;
 
@@ -26,15 +26,15 @@ impl Ends {
 #[derive(Clone, Debug)]
 pub(super) struct Orders {
     pub(super) policy: Policy,
-    pub(super) device: Ends,
-    pub(super) host: Ends,
-    pub(super) device_heap: IndexHeap,
-    pub(super) host_heap: IndexHeap,
+    /// By [`Listed`]; in use under LRU.
+    pub(super) lists: [Ends; 4],
+    /// By [`Listed`]; in use under every other policy.
+    pub(super) heaps: [IndexHeap; 4],
     /// Nodes whose host copy could be given up: those that became so when they were freshly used at the newest end,
     /// those that were the least recently used at the oldest.
     pub(super) mirrors: Ends,
-    /// By component and tier: nodes that have any of it.
-    pub(super) components: [[IndexHeap; 2]; COMPONENTS],
+    /// By component and tier: nodes that have any of it that no session will need, and nodes that have any that one will.
+    pub(super) components: [[[IndexHeap; 2]; 2]; COMPONENTS],
     /// The tree has components; without them no call looks at `components`.
     pub(super) has_components: bool,
     /// Advances once per call; the only clock.
@@ -111,10 +111,8 @@ impl Orders {
     pub(super) fn new(policy: Policy, has_components: bool) -> Orders {
         Orders {
             policy,
-            device: Ends::EMPTY,
-            host: Ends::EMPTY,
-            device_heap: IndexHeap::default(),
-            host_heap: IndexHeap::default(),
+            lists: [Ends::EMPTY; 4],
+            heaps: Default::default(),
             mirrors: Ends::EMPTY,
             components: Default::default(),
             has_components,
@@ -122,15 +120,36 @@ impl Orders {
         }
     }
 
+    /// First node to go of the host order.
+    pub(super) fn first_host(&self) -> Option<u32> {
+        if !self.policy.is_list() {
+            return self.heap_top(HOST_ORDERS);
+        }
+        HOST_ORDERS.iter().map(|&listed| self.lists[listed as usize].oldest).find(|&at| at != NIL)
+    }
+
+    /// First node to go of a tier's two heaps.
+    pub(super) fn heap_top(&self, orders: [Listed; 2]) -> Option<u32> {
+        orders.iter().find_map(|&listed| self.heaps[listed as usize].peek())
+    }
+
+    /// Takes a node out of the device heaps for the duration of one eviction.
+    pub(super) fn take_from_device_heaps(&mut self, at: u32) {
+        for listed in DEVICE_ORDERS {
+            self.heaps[listed as usize].remove(at);
+        }
+    }
+
     /// Where a node belongs, from its state alone. `sanity` asks the same question.
     pub(super) fn place(&self, at: u32, node: &Node) -> Listed {
         let leaf_only = !self.policy.is_list();
+        let kept = usize::from(node.refs > 0);
         if at == ROOT || node.locks > 0 {
             Listed::Nowhere
         } else if node.device == Residency::Present {
-            if leaf_only && node.kids_device > 0 { Listed::Nowhere } else { Listed::Device }
+            if leaf_only && node.kids_device > 0 { Listed::Nowhere } else { DEVICE_ORDERS[kept] }
         } else if node.host == Residency::Present && node.pins == 0 {
-            if leaf_only && node.kids > 0 { Listed::Nowhere } else { Listed::Host }
+            if leaf_only && node.kids > 0 { Listed::Nowhere } else { HOST_ORDERS[kept] }
         } else {
             Listed::Nowhere
         }
@@ -185,8 +204,7 @@ impl Orders {
         if self.policy.is_list() {
             node.tick = self.tick;
             self.freshen_mirror(arena, at);
-            let ends = if want == Listed::Device { &mut self.device } else { &mut self.host };
-            link_newest(&mut arena.nodes, ends, at, order_links);
+            link_newest(&mut arena.nodes, &mut self.lists[want as usize], at, order_links);
         } else {
             self.rekey(arena, at);
         }
@@ -208,10 +226,8 @@ impl Orders {
         let listed = std::mem::replace(&mut arena.nodes[at as usize].listed, Listed::Nowhere);
         match (listed, self.policy.is_list()) {
             (Listed::Nowhere, _) => {}
-            (Listed::Device, true) => unlink(&mut arena.nodes, &mut self.device, at, order_links),
-            (Listed::Host, true) => unlink(&mut arena.nodes, &mut self.host, at, order_links),
-            (Listed::Device, false) => _ = self.device_heap.remove(at),
-            (Listed::Host, false) => _ = self.host_heap.remove(at),
+            (_, true) => unlink(&mut arena.nodes, &mut self.lists[listed as usize], at, order_links),
+            (_, false) => _ = self.heaps[listed as usize].remove(at),
         }
     }
 
@@ -232,10 +248,8 @@ impl Orders {
             return;
         }
         let node = &arena.nodes[at as usize];
-        match node.listed {
-            Listed::Nowhere => {}
-            Listed::Device => self.device_heap.set(at, self.policy.key(&facts(node))),
-            Listed::Host => self.host_heap.set(at, self.policy.key(&facts(node))),
+        if node.listed != Listed::Nowhere {
+            self.heaps[node.listed as usize].set(at, self.policy.key(&facts(node)));
         }
     }
 
@@ -251,11 +265,11 @@ impl Orders {
             self.rekey(arena, at);
             return;
         }
-        let ends = match arena.nodes[at as usize].listed {
-            Listed::Nowhere => return,
-            Listed::Device => &mut self.device,
-            Listed::Host => &mut self.host,
-        };
+        let listed = arena.nodes[at as usize].listed;
+        if listed == Listed::Nowhere {
+            return;
+        }
+        let ends = &mut self.lists[listed as usize];
         if ends.newest != at {
             unlink(&mut arena.nodes, ends, at, order_links);
             link_newest(&mut arena.nodes, ends, at, order_links);
@@ -274,9 +288,8 @@ impl Orders {
     pub(super) fn split(&mut self, arena: &mut Arena, rule: BackupRule, prefix: u32, suffix: u32) {
         let listed = arena.nodes[suffix as usize].listed;
         if self.policy.is_list() && listed != Listed::Nowhere {
-            let ends = if listed == Listed::Device { &mut self.device } else { &mut self.host };
             arena.nodes[prefix as usize].listed = listed;
-            link_above(&mut arena.nodes, ends, prefix, suffix, order_links);
+            link_above(&mut arena.nodes, &mut self.lists[listed as usize], prefix, suffix, order_links);
         } else {
             self.rekey(arena, suffix);
         }

@@ -6,15 +6,15 @@ use crate::base::containers::Set;
 use crate::base::{PageId, Tier, Violation};
 use crate::key::{Key, hash_pages};
 
-use super::node::{Listed, NIL, NO_PAGE, Node, ROOT, Residency};
+use super::node::{DEVICE_ORDERS, HOST_ORDERS, Listed, NIL, NO_PAGE, Node, ROOT, Residency};
 use super::op::OpKind;
 use super::order::{Ends, Orders, facts};
 use super::{BackupRule, Tree, TreeStats};
 
-struct Report(Vec<Violation>);
+pub(super) struct Report(Vec<Violation>);
 
 impl Report {
-    fn must(&mut self, ok: bool, rule: &'static str, detail: Arguments<'_>) {
+    pub(super) fn must(&mut self, ok: bool, rule: &'static str, detail: Arguments<'_>) {
         if !ok {
             self.0.push(Violation { rule, detail: detail.to_string() });
         }
@@ -47,6 +47,7 @@ impl Tree {
         self.check_runs(&sound, &mut report);
         self.check_orders(&sound, &mut report);
         self.check_ops(&mut report);
+        self.check_sessions(&mut report);
         self.check_counters(&sound, &mut report);
         self.check_pages(&mut report);
         report.0
@@ -91,7 +92,7 @@ impl Tree {
     /// Child lists and what is counted over them. False if a list cannot be followed.
     fn check_children(&self, at: u32, report: &mut Report) -> bool {
         let n = self.node(at);
-        let (mut kids, mut device, mut host, mut locks, mut pins) = (0, 0, 0, 0, 0);
+        let (mut kids, mut device, mut host, mut locks, mut pins, mut refs) = (0, 0, 0, 0, 0, 0);
         let (mut child, mut older) = (n.first_child, NIL);
         while child != NIL {
             if !self.arena.is_live(child) || child == ROOT || kids as usize > self.arena.nodes.len() {
@@ -109,6 +110,7 @@ impl Tree {
             host += u32::from(c.host != Residency::Absent);
             locks += u32::from(c.locks > 0);
             pins += u32::from(c.pins > 0);
+            refs += u32::from(c.refs > 0);
             (older, child) = (child, c.sibling.newer);
         }
         report.must(
@@ -127,6 +129,12 @@ impl Tree {
                 "node {at}: locks {} = {} + {locks}, pins {} = {} + {pins}?",
                 n.locks, n.own_locks, n.pins, n.own_pins
             ),
+        );
+        let own = self.sessions.ends_at(at);
+        report.must(
+            at == ROOT || n.refs == own + refs,
+            "session-refs",
+            format_args!("node {at}: {} = {own} + {refs}?", n.refs),
         );
         true
     }
@@ -169,11 +177,12 @@ impl Tree {
         );
         let marked = n.device == Pending || n.host == Pending;
         report.must(marked == (n.op != NIL), "op-marks", format_args!("node {at}: op {}", n.op));
-        for (op, kinds) in [(n.op, &[OpKind::Backup, OpKind::Load][..]), (n.store_op, &[OpKind::Store][..])] {
+        let storing = self.ops.storing(at);
+        for (op, kinds) in [(n.op, &[OpKind::Backup, OpKind::Load][..]), (storing, &[OpKind::Store][..])] {
             let fits = op == NIL || (self.ops.is_live(op) && kinds.contains(&self.ops.get(op).kind));
             report.must(fits, "op-marks", format_args!("node {at} names no operation that fits"));
         }
-        report.must(n.store_op == NIL || n.pins > 0, "pins", format_args!("node {at} stored and not pinned"));
+        report.must(storing == NIL || n.pins > 0, "pins", format_args!("node {at} stored and not pinned"));
     }
 
     fn check_payload(&self, at: u32, report: &mut Report) {
@@ -236,10 +245,8 @@ impl Tree {
         }
         let mirrors = sound.iter().filter(|&&at| self.node(at).mirrored).count();
         self.check_list(self.orders.mirrors, mirrors, |n| (n.mirror.older, n.mirror.newer), report);
-        for (tier, ends, heap) in [
-            (Listed::Device, self.orders.device, &self.orders.device_heap),
-            (Listed::Host, self.orders.host, &self.orders.host_heap),
-        ] {
+        for tier in DEVICE_ORDERS.into_iter().chain(HOST_ORDERS) {
+            let (ends, heap) = (self.orders.lists[tier as usize], &self.orders.heaps[tier as usize]);
             let members: Vec<u32> =
                 sound.iter().copied().filter(|&at| self.node(at).listed == tier).collect();
             if self.orders.policy.is_list() {

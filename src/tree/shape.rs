@@ -76,11 +76,15 @@ impl Tree {
             locks: u32::from(old.locks > 0),
             own_locks: 0,
             pins: u32::from(old.pins > 0),
+            refs: u32::from(old.refs > 0),
             own_pins: 0,
             ..old.clone()
         };
         let prefix = self.arena.add_node(prefix);
         self.arena.runs[run as usize].nodes += 1;
+        if self.arena.nodes[at as usize].pins > 0 {
+            self.ops.set_storing(prefix, self.ops.storing(at));
+        }
         self.table.replace(tag, at, prefix);
         self.unlink_child(parent, at);
         self.link_child(parent, prefix);
@@ -108,13 +112,16 @@ impl Tree {
         }
         let child = up.first_child;
         let low = &self.arena.nodes[child as usize];
-        let held = |n: &Node| n.locks | n.pins != 0 || n.op != NIL || n.store_op != NIL;
+        // A store write pins its nodes.
+        let held = |n: &Node| n.locks | n.pins != 0 || n.op != NIL;
         // Neighbours in the list are equally old, whatever their ticks say; a heap goes by the ticks.
         let listed = self.orders.policy.is_list() && !self.has_components() && low.listed != Listed::Nowhere;
         let same_age = up.tick == low.tick || listed && low.order.newer == at;
         let alike = (up.device, up.host, up.hits, up.priority, up.reach, up.created)
             == (low.device, low.host, low.hits, low.priority, low.reach, low.created);
-        if !alike || !same_age || held(up) || held(low) || !self.join_runs(at, child) {
+        // A session that ends at the upper node would come to hold the lower one too.
+        let ends_here = up.refs > 0 && self.sessions.end_here(at);
+        if !alike || !same_age || ends_here || held(up) || held(low) || !self.join_runs(at, child) {
             return;
         }
         // The child takes the node's place in the shape. Its place in the orders is next to the node's.
@@ -184,6 +191,7 @@ impl Tree {
         );
         let (parent, tag, run, from) = (node.parent, node.tag, node.run, node.from);
         let ends_run = from + node.pages == self.arena.runs[run as usize].pages;
+        self.recede_sessions(at);
         self.orders.forget(&mut self.arena, at);
         self.table.remove(tag, at);
         self.unlink_child(parent, at);

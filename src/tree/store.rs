@@ -88,7 +88,7 @@ impl Tree {
         if n.host != Residency::Present {
             return Err(TreeError::NotBackedUp(node));
         }
-        if n.store_op != NIL {
+        if self.ops.storing(at) != NIL {
             return Err(TreeError::AlreadyStoring(node));
         }
         let run = &self.arena.runs[n.run as usize];
@@ -106,7 +106,7 @@ impl Tree {
         let slot = self.ops.add(op, OpKind::Store, at, first);
         self.ops.get_mut(slot).positions.clone_from(&plan.positions);
         self.stats.ops += 1;
-        self.arena.nodes[at as usize].store_op = slot;
+        self.ops.set_storing(at, slot);
         self.pin_path(at);
         self.ops.get_mut(slot).held = self.hold_spans(at);
         if self.rule == BackupRule::Free {
@@ -144,8 +144,8 @@ impl Tree {
             marked += 1;
         }
         let mut at = done.node;
-        while at != ROOT && self.arena.nodes[at as usize].store_op == slot {
-            self.arena.nodes[at as usize].store_op = NIL;
+        while at != ROOT && self.ops.storing(at) == slot {
+            self.ops.set_storing(at, NIL);
             at = self.arena.nodes[at as usize].parent;
         }
         self.release_spans(done.node, done.held);

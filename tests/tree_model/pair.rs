@@ -43,6 +43,8 @@ pub(crate) enum Step {
     EvictComponent(bool, bool, u32),
     AdoptHost(Row, bool, u32),
     ReleaseWindow(usize),
+    Refer(usize, Row),
+    CloseSession(usize),
 }
 
 /// What both are made with.
@@ -107,6 +109,7 @@ pub(crate) struct Pair {
     held: Vec<Held>,
     flying: Vec<(u64, bool)>,
     storing: Vec<(u64, At, Vec<At>, Vec<Hold>)>,
+    sessions: Vec<(SessionId, u64)>,
     next_op: u64,
 }
 
@@ -149,6 +152,7 @@ impl Pair {
             held: vec![],
             flying: vec![],
             storing: vec![],
+            sessions: vec![],
             next_op: 1,
         }
     }
@@ -404,6 +408,28 @@ impl Pair {
             let mut out = ComponentPages::default();
             self.tree.drain_freed(&mut out);
             assert_eq!(set(&out.host[c]), set(&pages));
+        }
+    }
+
+    fn refer(&mut self, i: usize, row: Row) {
+        let (ns, tokens) = self.tokens(row);
+        if i % 4 >= self.sessions.len() {
+            let OpId(name) = self.op();
+            self.sessions.push((self.tree.open_session(), name));
+            self.model.open_session(name);
+        }
+        let (session, name) = self.sessions[i % self.sessions.len()];
+        let (found, path, _) = self.look_up(ns, &tokens);
+        self.tree.refer(session, found.node).unwrap();
+        self.model.refer(name, Self::end_of(&path, found.depth_pages()));
+    }
+
+    fn close_session(&mut self, i: usize) {
+        if !self.sessions.is_empty() {
+            let (session, name) = self.sessions.swap_remove(i % self.sessions.len());
+            self.tree.close_session(session).unwrap();
+            self.model.close_session(name);
+            assert_eq!(self.tree.close_session(session), Err(TreeError::UnknownSession(session)));
         }
     }
 
@@ -674,6 +700,8 @@ impl Pair {
             Step::DeleteLeaf(row) => self.demote(row, true),
             Step::EvictComponent(c, tier, n) => self.evict_component(usize::from(c), usize::from(tier), n),
             Step::AdoptHost(row, c, n) => self.adopt_host(row, usize::from(c), n),
+            Step::Refer(i, row) => self.refer(i, row),
+            Step::CloseSession(i) => self.close_session(i),
             Step::ReleaseWindow(i) => {
                 if !self.held.is_empty() {
                     let i = i % self.held.len();
