@@ -95,12 +95,12 @@ impl Tree {
     }
 
     /// Whether an un-backed victim is reported: only what the write threshold finds worth a copy.
-    fn reports(&self, node: &Node, unbacked: Unbacked) -> bool {
+    pub(super) fn reports(&self, node: &Node, unbacked: Unbacked) -> bool {
         unbacked == Unbacked::Report && node.hits >= self.write_threshold
     }
 
     /// Splits a node so that it keeps at most its last `pages` pages.
-    fn cut_tail(&mut self, at: u32, pages: u32) {
+    pub(super) fn cut_tail(&mut self, at: u32, pages: u32) {
         let all = self.arena.nodes[at as usize].pages;
         if all > pages {
             self.split(at, all - pages);
@@ -108,7 +108,7 @@ impl Tree {
     }
 
     /// Demotes or deletes an unlocked device leaf. A tick of its own, so that no two leaves are equally old.
-    fn evict_one(&mut self, at: u32, out: &mut DeviceEviction) {
+    pub(super) fn evict_one(&mut self, at: u32, out: &mut DeviceEviction) {
         self.tick();
         let node = &self.arena.nodes[at as usize];
         let pages = node.pages;

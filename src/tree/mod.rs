@@ -14,7 +14,7 @@
 //! | `backup` | host copies: the only writer of host presence, and the backed-up-parent rule |
 //! | `load` | the only writer of device presence; loads from the host |
 //! | `refill` | hand-over of pages that came from a store |
-//! | `evict` | device and host eviction |
+//! | `evict`, `evict_plan` | device and host eviction, at once or as plan and commit |
 //! | `session` | what conversations will come back for |
 //! | `store` | hashes and store presence |
 //! | `component` | windows and states |
@@ -28,6 +28,7 @@ mod dump;
 mod error;
 mod event;
 mod evict;
+mod evict_plan;
 mod insert;
 mod load;
 mod lock;
@@ -48,6 +49,7 @@ mod walk;
 pub use component::{Component, ComponentCopy, ComponentPages, InsertComponents, PerComponent};
 pub use error::{TreeConfigError, TreeError};
 pub use event::TreeEvent;
+pub use evict_plan::{EvictionPlan, Fate, Victim};
 pub use policy::{EvictionPolicy, NodeFacts, Policy};
 pub use session::SessionId;
 pub use types::*;

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use sapwood::base::{NamespaceId, OpId, PageId, Tier};
 use sapwood::key::{Key, KeyView, Namespace, hash_pages};
 use sapwood::model::{At, Hold, Model, Order, SettledKind, Slot};
-use sapwood::pool::PagePool;
+use sapwood::pool::{Extent, PagePool};
 use sapwood::tree::*;
 
 const DEVICE: u32 = 28;
@@ -82,6 +82,30 @@ fn ids(pages: &[PageId]) -> Vec<u32> {
 
 fn set(pages: &[PageId]) -> BTreeSet<u32> {
     pages.iter().map(|p| p.0).collect()
+}
+
+/// A plan in two slices and its commit do what the one call does.
+fn evict_by_plan(tree: &mut Tree, want: u32, unbacked: Unbacked, same: &DeviceEviction) {
+    let mut plan = EvictionPlan::default();
+    let first = tree.plan_eviction(want / 2, unbacked, &mut plan).unwrap();
+    let more = tree.plan_eviction(want - first, unbacked, &mut plan).unwrap();
+    assert_eq!(first + more, same.freed_device.len() as u32 + same.needs_backup_pages);
+    let pages = |e: &Extent| e.first.0..e.first.0 + e.pages;
+    assert_eq!(plan.frees.iter().flat_map(pages).collect::<BTreeSet<u32>>(), set(&same.freed_device));
+    assert_eq!(plan.free_pages as usize, same.freed_device.len());
+    assert_eq!(plan.victims.iter().map(|v| v.pages).sum::<u32>(), plan.free_pages);
+    let backups: Vec<PageId> =
+        plan.backups.iter().flat_map(|&node| tree.device_pages(node).unwrap()).copied().collect();
+    let mut out = DeviceEviction::default();
+    tree.commit_eviction(&mut plan, &mut out).unwrap();
+    assert_eq!(
+        (set(&out.freed_device), set(&out.freed_host)),
+        (set(&same.freed_device), set(&same.freed_host))
+    );
+    assert_eq!((backups.len() as u32, plan.backup_pages), (same.needs_backup_pages, same.needs_backup_pages));
+    assert_eq!((out.demoted_pages, out.deleted_pages), (same.demoted_pages, same.deleted_pages));
+    let found = tree.sanity();
+    assert!(found.is_empty(), "{found:#?}");
 }
 
 struct Held {
@@ -231,7 +255,9 @@ impl Pair {
     fn evict(&mut self, want: u32, report: bool) {
         let mut out = DeviceEviction::default();
         let unbacked = if report { Unbacked::Report } else { Unbacked::Delete };
+        let mut twin = self.tree.clone();
         self.tree.evict_device(want, unbacked, &mut out);
+        evict_by_plan(&mut twin, want, unbacked, &out);
         let gone = self.model.evict_device(want, report);
         assert_eq!(set(&out.freed_device), gone.device);
         assert_eq!(set(&out.freed_host), gone.host);
