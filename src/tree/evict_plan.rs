@@ -5,7 +5,7 @@
 //! O(log leaves) per victim planned so far under a heap policy.
 
 use crate::base::containers::{Map, Set};
-use crate::base::{NodeId, PageId};
+use crate::base::{NodeId, PageId, Tier};
 use crate::pool::{Extent, extents_of};
 
 use super::node::{DEVICE_ORDERS, Listed, NIL, ROOT, Residency};
@@ -203,7 +203,7 @@ impl Tree {
         let fate = if node.host == Residency::Present { Fate::Demote } else { Fate::Delete };
         if alone && (fate == Fate::Demote || !self.reports(node, unbacked)) {
             plan.victims.push(Victim { node: id, pages, fate, used: node.tick });
-            plan.free(&self.arena.runs[node.run as usize].device[node.range()]);
+            plan.free(self.arena.pages(at, Tier::Device));
             *plan.gone.entry(node.parent).or_insert(0) += 1;
         } else {
             plan.backups.push(id);

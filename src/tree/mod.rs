@@ -5,7 +5,7 @@
 //!
 //! | file | decides |
 //! |---|---|
-//! | `node` | what a node is; runs |
+//! | `node`, `rows` | what a node is; runs, and their memory |
 //! | `walk` | look-ups |
 //! | `shape` | split, merge, removal: the only writer of links between nodes |
 //! | `lock` | locks and pins |
@@ -37,6 +37,7 @@ mod op;
 mod order;
 mod policy;
 mod refill;
+mod rows;
 mod sanity;
 mod session;
 mod shape;
@@ -57,7 +58,7 @@ pub use types::*;
 use crate::base::limits::PAGE_SIZE_MAX;
 use crate::base::tag_table::TagTable;
 use crate::base::{NamespaceId, NodeId, PageId, Tier};
-use crate::key::{Key, KeyView, Namespace, NamespaceError, Namespaces};
+use crate::key::{Key, KeyView, Namespace, NamespaceError, Namespaces, PageHash};
 
 use node::{Arena, NO_PAGE, ROOT, Residency};
 use op::Ops;
@@ -91,6 +92,8 @@ pub struct Tree {
     events: Vec<TreeEvent>,
     /// Path of the walk in progress; kept for its memory.
     path: Vec<u32>,
+    /// Hashes of the insert in progress; kept for its memory.
+    hashed: Vec<PageHash>,
 }
 
 impl Tree {
@@ -131,6 +134,7 @@ impl Tree {
             with_events: config.events,
             events: Vec::new(),
             path: Vec::new(),
+            hashed: Vec::new(),
         })
     }
 
@@ -281,7 +285,7 @@ impl Tree {
     pub fn device_pages(&self, node: NodeId) -> Result<&[PageId], TreeError> {
         let n = &self.arena.nodes[self.slot(node)? as usize];
         let there = n.device == Residency::Present && n.pages > 0;
-        Ok(if there { &self.arena.runs[n.run as usize].device[n.range()] } else { &[] })
+        Ok(if there { self.arena.pages(node.index, Tier::Device) } else { &[] })
     }
 
     /// Host pages of a node; empty if it has no published host copy.
@@ -291,7 +295,7 @@ impl Tree {
     pub fn host_pages(&self, node: NodeId) -> Result<&[PageId], TreeError> {
         let n = &self.arena.nodes[self.slot(node)? as usize];
         let there = n.host == Residency::Present && n.pages > 0;
-        Ok(if there { &self.arena.runs[n.run as usize].host[n.range()] } else { &[] })
+        Ok(if there { self.arena.pages(node.index, Tier::Host) } else { &[] })
     }
 
     /// True for the root and for nodes with a published host copy.
@@ -315,14 +319,13 @@ impl Tree {
     pub fn for_each_page(&self, tier: Tier, mut f: impl FnMut(NodeId, PageId)) {
         for at in self.arena.live().filter(|&at| at != ROOT) {
             let node = &self.arena.nodes[at as usize];
-            let run = &self.arena.runs[node.run as usize];
-            let (state, pages) = match tier {
-                Tier::Device => (node.device, &run.device),
-                Tier::Host => (node.host, &run.host),
+            let state = match tier {
+                Tier::Device => node.device,
+                Tier::Host => node.host,
                 Tier::Store => return,
             };
             if state != Residency::Absent {
-                pages[node.range()].iter().for_each(|&page| f(self.arena.id(at), page));
+                self.arena.pages(at, tier).iter().for_each(|&page| f(self.arena.id(at), page));
             }
         }
     }
@@ -349,9 +352,9 @@ impl Tree {
 
     fn tokens_of(&self, at: u32) -> &[u32] {
         let node = &self.arena.nodes[at as usize];
-        let run = &self.arena.runs[node.run as usize];
         let p = self.page_size as usize;
-        &run.tokens[node.from as usize * p..(node.from + node.pages) as usize * p + self.view.overlap()]
+        &self.arena.run_tokens(node.run)
+            [node.from as usize * p..(node.from + node.pages) as usize * p + self.view.overlap()]
     }
 
     fn refresh(&mut self, at: u32) {

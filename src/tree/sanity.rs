@@ -81,7 +81,7 @@ impl Tree {
         let in_run = self.arena.runs.get(n.run as usize).is_some_and(|run| {
             let units = run.pages as usize * self.page_size as usize;
             u64::from(n.from) + u64::from(n.pages) <= u64::from(run.pages)
-                && run.tokens.len() == units + self.view.overlap()
+                && run.tokens.capacity() >= units + self.view.overlap()
         });
         report.must(in_run, "range-in-run", format_args!("node {at} is not inside run {}", n.run));
         let found = self.table.find(n.tag, |item| (item == at).then_some(()));
@@ -187,11 +187,11 @@ impl Tree {
 
     fn check_payload(&self, at: u32, report: &mut Report) {
         let n = self.node(at);
-        let run = &self.arena.runs[n.run as usize];
-        for (state, list, tier) in [(n.device, &run.device, "device"), (n.host, &run.host, "host")] {
-            let ok = state == Residency::Absent
-                || list.get(n.range()).is_some_and(|pages| pages.iter().all(|&page| page != NO_PAGE));
-            report.must(ok, "page-list", format_args!("node {at} lacks {tier} pages"));
+        for (state, tier) in [(n.device, Tier::Device), (n.host, Tier::Host)] {
+            let pages = self.arena.pages(at, tier);
+            let all = pages.len() == n.pages as usize && pages.iter().all(|&page| page != NO_PAGE);
+            let ok = state == Residency::Absent || all;
+            report.must(ok, "page-list", format_args!("node {at} lacks {tier:?} pages"));
         }
         // The walk must come back here, and so finds siblings that share a first page.
         let first = &self.tokens_of(at)[..self.page_size as usize + self.view.overlap()];
@@ -201,7 +201,7 @@ impl Tree {
             let mut want = Vec::new();
             let key = Key { ns: n.ns, tokens: self.tokens_of(at), view: self.view };
             hash_pages(key, self.page_size, self.prior_hash(n.parent, n.ns), &mut want);
-            let ok = run.hashes.get(n.range()) == Some(&want[..]);
+            let ok = self.arena.hashes(at) == Some(&want[..]);
             report.must(ok, "hash-chain", format_args!("node {at} has wrong hashes"));
         }
     }

@@ -212,7 +212,8 @@ impl Tree {
             let ok = end != NIL && end != ROOT && self.arena.is_live(end) && self.sessions.end_here(end);
             report.must(ok, "session-ends", format_args!("a session ends at {end}"));
         }
-        let (one, other) = (self.sessions.ends().count(), self.sessions.at.values().map(|k| k.len()).sum());
+        let one = self.sessions.ends().count();
+        let other: usize = self.sessions.at.values().map(|keys| keys.len()).sum();
         report.must(one == other, "session-ends", format_args!("{one} ends of sessions, {other} at nodes"));
     }
 }

@@ -1,7 +1,7 @@
 //! Links between nodes: add, split, merge, remove. The only writer of parents, children, tags and ranges.
 
 use super::Tree;
-use super::node::{Links, Listed, NIL, Node, ROOT, Residency, Run};
+use super::node::{Links, Listed, NIL, Node, ROOT, Residency};
 use super::walk::tag_of;
 
 impl Tree {
@@ -31,11 +31,12 @@ impl Tree {
     }
 
     /// Adds `run` as a new leaf without a copy on any tier; the caller gives it one. O(1).
-    pub(super) fn add_leaf(&mut self, parent: u32, ns: crate::base::NamespaceId, run: Run) -> u32 {
+    pub(super) fn add_leaf(&mut self, parent: u32, ns: crate::base::NamespaceId, run: u32) -> u32 {
         let up = &self.arena.nodes[parent as usize];
         let node = Node {
             parent,
-            pages: run.pages,
+            run,
+            pages: self.arena.runs[run as usize].pages,
             depth: up.end(),
             ns,
             device: Residency::Absent,
@@ -44,8 +45,7 @@ impl Tree {
             created: if self.orders.policy.uses_created() { self.orders.tick } else { 0 },
             ..Node::root()
         };
-        let run = self.arena.add_run(Run { nodes: 1, ..run });
-        let at = self.arena.add_node(Node { run, ..node });
+        let at = self.arena.add_node(node);
         let tag = self.tag_under(parent, at);
         self.arena.nodes[at as usize].tag = tag;
         self.table.insert(tag, at);
@@ -145,8 +145,7 @@ impl Tree {
 
     /// Makes the child's range follow the node's in the node's run. False if that would disturb others.
     fn join_runs(&mut self, at: u32, child: u32) -> bool {
-        let up = &self.arena.nodes[at as usize];
-        let low = &self.arena.nodes[child as usize];
+        let (up, low) = (&self.arena.nodes[at as usize], &self.arena.nodes[child as usize]);
         if up.run == low.run {
             return up.from + up.pages == low.from;
         }
@@ -154,30 +153,12 @@ impl Tree {
         if up.from + up.pages != self.arena.runs[to].pages || self.arena.runs[from].nodes != 1 {
             return false;
         }
-        let hashed = |run: &Run| run.hashes.len() == run.pages as usize;
-        if hashed(&self.arena.runs[to]) != hashed(&self.arena.runs[from]) {
+        if self.arena.runs[to].hashes.is_none() != self.arena.runs[from].hashes.is_none() {
             return false;
         }
-        let tail = std::mem::take(&mut self.arena.runs[from]);
-        let run = &mut self.arena.runs[to];
-        let before = run.pages as usize;
-        run.pages += tail.pages;
-        // In the bigram view the boundary token is there already.
-        run.tokens.extend_from_slice(&tail.tokens[self.view.overlap()..]);
-        for (list, more) in [(&mut run.device, &tail.device), (&mut run.host, &tail.host)] {
-            if !list.is_empty() || !more.is_empty() {
-                list.resize(before, super::NO_PAGE);
-                list.extend_from_slice(more);
-                list.resize(run.pages as usize, super::NO_PAGE);
-            }
-        }
-        run.hashes.extend_from_slice(&tail.hashes);
-        run.extend_components(before, &tail);
-        for page in (0..tail.pages as usize).filter(|&page| tail.is_stored(page)) {
-            run.set_stored(before + page);
-        }
-        self.arena.runs[from].nodes = 1;
-        self.arena.release_run(low.run);
+        let (page_size, overlap) = (self.page_size as usize, self.view.overlap());
+        self.arena.append_run(to as u32, from as u32, page_size, overlap);
+        self.arena.release_run(from as u32);
         self.arena.runs[to].nodes += 1;
         true
     }
@@ -198,7 +179,7 @@ impl Tree {
         self.arena.nodes[parent as usize].kids -= 1;
         if ends_run && from > 0 {
             let tokens = from as usize * self.page_size as usize + self.view.overlap();
-            self.arena.runs[run as usize].truncate(from, tokens);
+            self.arena.truncate_run(run, from, tokens);
         }
         self.arena.remove_node(at);
         self.refresh(parent);

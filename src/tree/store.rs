@@ -3,10 +3,10 @@
 //! A hash is computed once per page, when its node is made or when hashing is turned on, and is kept as 32 bytes in the
 //! run, so a split never rehashes. A stored mark is one bit per page of the run.
 
-use crate::base::{NamespaceId, NodeId, OpId};
+use crate::base::{NamespaceId, NodeId, OpId, Tier};
 use crate::key::{Key, PageHash, hash_pages};
 
-use super::node::{NIL, ROOT, Residency};
+use super::node::{NIL, ROOT, Residency, Run};
 use super::op::OpKind;
 use super::{BackupRule, StorePlan, Tree, TreeError};
 
@@ -27,24 +27,20 @@ impl Tree {
         nodes.sort_by_key(|&at| (self.arena.nodes[at as usize].depth, at));
         for at in nodes {
             let node = &self.arena.nodes[at as usize];
-            let (run, ns) = (node.run, node.ns);
+            let (run, from, ns) = (node.run, node.from, node.ns);
             let prior = self.prior_hash(node.parent, ns);
-            // The ranges of a run are hashed in order, because they are a path.
-            let mut hashes = std::mem::take(&mut self.arena.runs[run as usize].hashes);
+            let mut hashes = std::mem::take(&mut self.hashed);
+            hashes.clear();
             let key = Key { ns, tokens: self.tokens_of(at), view: self.view };
             hash_pages(key, self.page_size, prior, &mut hashes);
-            self.arena.runs[run as usize].hashes = hashes;
+            self.arena.set_hashes(run, from, &hashes);
+            self.hashed = hashes;
         }
     }
 
     /// Hash of a node's last page; `None` for the root or without hashes.
     pub(super) fn last_hash_of(&self, at: u32) -> Option<PageHash> {
-        let node = &self.arena.nodes[at as usize];
-        if at == ROOT {
-            None
-        } else {
-            self.arena.runs[node.run as usize].hashes.get(node.range())?.last().copied()
-        }
+        if at == ROOT { None } else { self.arena.hashes(at)?.last().copied() }
     }
 
     /// What the hash of the first page below `parent` is chained to.
@@ -61,8 +57,7 @@ impl Tree {
         if at == ROOT {
             return Ok(&[]);
         }
-        let n = &self.arena.nodes[at as usize];
-        self.arena.runs[n.run as usize].hashes.get(n.range()).ok_or(TreeError::NoHashes(node))
+        self.arena.hashes(at).ok_or(TreeError::NoHashes(node))
     }
 
     /// Hash of the last page of a node; `None` for the root.
@@ -92,11 +87,12 @@ impl Tree {
             return Err(TreeError::AlreadyStoring(node));
         }
         let run = &self.arena.runs[n.run as usize];
-        let hashes = run.hashes.get(n.range()).ok_or(TreeError::NoHashes(node))?;
+        let hashes = self.arena.hashes(at).ok_or(TreeError::NoHashes(node))?;
+        let host = self.arena.pages(at, Tier::Host);
         let mut plan = StorePlan { node, positions: Vec::new(), host_pages: Vec::new(), hashes: Vec::new() };
-        for (i, page) in n.range().enumerate().filter(|&(_, page)| !run.is_stored(page)) {
+        for i in (0..hashes.len()).filter(|&i| !run.is_stored(n.from as usize + i)) {
             plan.positions.push(n.depth + i as u32);
-            plan.host_pages.push(run.host[page]);
+            plan.host_pages.push(host[i]);
             plan.hashes.push(hashes[i]);
         }
         if plan.positions.is_empty() {
@@ -140,7 +136,7 @@ impl Tree {
             let Some(&at) = fragments.peek() else { break };
             let node = &self.arena.nodes[at as usize];
             let page = node.from + position - node.depth;
-            self.arena.runs[node.run as usize].set_stored(page as usize);
+            self.arena.runs[node.run as usize].set_stored(page as usize, true);
             marked += 1;
         }
         let mut at = done.node;
@@ -174,7 +170,7 @@ impl Tree {
         if writing > 0 {
             return Err(TreeError::OpsInFlight(writing as u32));
         }
-        self.arena.runs.iter_mut().for_each(|run| run.stored.clear());
+        self.arena.runs.iter_mut().for_each(Run::forget_stored);
         Ok(())
     }
 
@@ -186,10 +182,7 @@ impl Tree {
         let n = &self.arena.nodes[self.slot_below_root(node)? as usize];
         let run = &mut self.arena.runs[n.run as usize];
         for page in n.range() {
-            run.set_stored(page);
-            if !stored {
-                run.stored[page / 64] &= !(1 << (page % 64));
-            }
+            run.set_stored(page, stored);
         }
         Ok(())
     }

@@ -96,11 +96,15 @@ impl Lists {
 
 impl Run {
     pub(super) fn lists(&self, c: Component) -> Option<&Lists> {
-        self.components.as_ref().map(|lists| &lists[c as usize])
+        self.rare()?.components.as_ref().map(|lists| &lists[c as usize])
+    }
+
+    fn has_components(&self) -> bool {
+        self.rare().is_some_and(|rare| rare.components.is_some())
     }
 
     fn lists_mut(&mut self, c: Component) -> &mut Lists {
-        &mut self.components.get_or_insert_default()[c as usize]
+        &mut self.rare_mut().components.get_or_insert_default()[c as usize]
     }
 
     pub(super) fn component_page(&self, c: Component, tier: Tier, page: usize) -> Option<PageId> {
@@ -123,7 +127,10 @@ impl Run {
     }
 
     pub(super) fn truncate_components(&mut self, pages: usize) {
-        for lists in self.components.iter_mut().flat_map(|all| all.iter_mut()) {
+        if !self.has_components() {
+            return;
+        }
+        for lists in self.rare_mut().components.iter_mut().flat_map(|all| all.iter_mut()) {
             lists.device.truncate(pages);
             lists.host.truncate(pages);
             lists.holds.truncate(pages);
@@ -133,7 +140,7 @@ impl Run {
 
     /// Appends the lists of the run that follows.
     pub(super) fn extend_components(&mut self, before: usize, tail: &Run) {
-        if self.components.is_none() && tail.components.is_none() {
+        if !self.has_components() && !tail.has_components() {
             return;
         }
         let after = self.pages as usize;
@@ -391,7 +398,7 @@ impl Tree {
     /// The Full copies of a node on a tier are gone: so are its components there.
     pub(super) fn drop_components(&mut self, at: u32, tier: Tier) {
         let node = &self.arena.nodes[at as usize];
-        if self.arena.runs[node.run as usize].components.is_none() {
+        if !self.arena.runs[node.run as usize].has_components() {
             return;
         }
         for page in node.range() {
