@@ -183,6 +183,18 @@ impl NamespaceDigest {
         tag.copy_from_slice(&digest[..8]);
         tag
     }
+
+    /// 64 lower-case hex digits.
+    #[must_use]
+    pub fn hex(&self) -> String {
+        hex(&self.0)
+    }
+
+    /// Reads what [`NamespaceDigest::hex`] wrote; anything else is `None`.
+    #[must_use]
+    pub fn from_hex(text: &str) -> Option<NamespaceDigest> {
+        bytes_of_hex(text).map(NamespaceDigest)
+    }
 }
 
 impl StoreKey {
@@ -215,20 +227,15 @@ impl StoreKey {
     /// Reads what [`StoreKey::hex`] wrote; anything else is `None`.
     #[must_use]
     pub fn from_hex(text: &str) -> Option<StoreKey> {
-        let text = text.as_bytes();
-        if text.len() != 64 {
-            return None;
-        }
-        let digit = |b: u8| match b {
-            b'0'..=b'9' => Some(b - b'0'),
-            b'a'..=b'f' => Some(b - b'a' + 10),
-            _ => None,
-        };
-        let mut bytes = [0; 32];
-        for (out, pair) in bytes.iter_mut().zip(text.chunks_exact(2)) {
-            *out = digit(pair[0])? << 4 | digit(pair[1])?;
-        }
-        Some(StoreKey(bytes))
+        bytes_of_hex(text).map(StoreKey)
+    }
+}
+
+impl DescriptorDigest {
+    /// 64 lower-case hex digits.
+    #[must_use]
+    pub fn hex(&self) -> String {
+        hex(&self.0)
     }
 }
 
@@ -288,6 +295,23 @@ fn hex(bytes: &[u8]) -> String {
         let _ = write!(out, "{b:02x}");
         out
     })
+}
+
+fn bytes_of_hex(text: &str) -> Option<[u8; 32]> {
+    let text = text.as_bytes();
+    if text.len() != 64 {
+        return None;
+    }
+    let digit = |b: u8| match b {
+        b'0'..=b'9' => Some(b - b'0'),
+        b'a'..=b'f' => Some(b - b'a' + 10),
+        _ => None,
+    };
+    let mut bytes = [0; 32];
+    for (out, pair) in bytes.iter_mut().zip(text.chunks_exact(2)) {
+        *out = digit(pair[0])? << 4 | digit(pair[1])?;
+    }
+    Some(bytes)
 }
 
 macro_rules! debug_as_hex {

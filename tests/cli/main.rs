@@ -5,6 +5,7 @@ mod bad_input;
 mod crash;
 mod doctor;
 mod replay;
+mod store;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
