@@ -171,6 +171,10 @@ pub struct Space {
     namespace: NamespaceDigest,
 }
 
+/// Stands for the descriptor of links: objects that say where the bytes of a page are
+/// ([`group`](crate::backend::store::group)). No descriptor has this digest.
+pub const LINKS: DescriptorDigest = DescriptorDigest(*b"sapwood-links-v1 ...............");
+
 impl NamespaceDigest {
     /// The namespace without adapter, salt and user key.
     pub const DEFAULT: NamespaceDigest = NamespaceDigest([0; 32]);
@@ -270,6 +274,16 @@ impl Space {
     #[must_use]
     pub const fn namespace(&self) -> NamespaceDigest {
         self.namespace
+    }
+
+    /// Whether an object of this space under `key` goes when `namespace` is cleared. A link only has the tag in its
+    /// key to say whose it is; should two namespaces share one, that costs misses and no more.
+    #[must_use]
+    pub fn is_cleared_with(&self, key: &StoreKey, namespace: &NamespaceDigest) -> bool {
+        match self.descriptor == LINKS {
+            true => key.tag() == namespace.tag(),
+            false => self.namespace == *namespace,
+        }
     }
 
     /// The key of a page. Two SHA-256 compressions and one for the tag.

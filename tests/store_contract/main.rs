@@ -4,6 +4,7 @@
 mod contract;
 mod crash;
 mod file;
+mod group;
 mod identity;
 mod kit;
 mod remote;

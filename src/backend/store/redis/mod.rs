@@ -329,7 +329,7 @@ impl RedisStore {
         for name in names {
             if let Reply::Bulk(Some(bytes)) = link.reply()? {
                 // The tag found it; the digest decides. What has no readable header is nobody else's.
-                if Header::decode(&bytes).map_or(true, |h| h.space.namespace() == namespace) {
+                if Header::decode(&bytes).map_or(true, |h| h.space.is_cleared_with(&h.key, &namespace)) {
                     gone.push(name);
                 }
             }
