@@ -290,7 +290,8 @@ fn agrees_with_a_map(inner: &Inner) {
             store = process(inner);
         }
         let (first, n) = (rng.below(30) as u64, 1 + rng.below(16) as u64);
-        let pages: Vec<u64> = (first..first + n).filter(|_| rng.below(4) > 0).collect();
+        let mut pages: Vec<u64> = (first..first + n).filter(|_| rng.below(4) > 0).collect();
+        pages.push(first + n);
         let want: Vec<_> = pages.iter().map(|n| if there.contains_key(n) { OK } else { GONE }).collect();
         match rng.below(8) {
             0..3 => {

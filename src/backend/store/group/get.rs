@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::link::Group;
-use super::{Found, Grouped};
+use super::link::{self, Group};
+use super::{Found, Grouped, LOOKS_MAX};
 use crate::backend::identity::StoreKey;
 use crate::backend::store::Store;
 use crate::backend::store::batch::{Call, Item, Outcome};
@@ -60,12 +60,16 @@ impl<S: Store> Grouped<S> {
         let memory: Vec<Option<HeldSpans>> =
             items.iter().map(|i| self.regions.resolve(&i.spans).ok()).collect();
         let mut todo: Vec<usize> = (0..items.len()).filter(|&i| memory[i].is_some()).collect();
-        let mut trusting = true;
+        let mut looks = 0;
         while !todo.is_empty() {
-            let mut plan = self.plan(items, &todo, trusting, call, &mut out);
+            looks += 1;
+            let mut plan = self.plan(items, &todo, looks == 1, call, &mut out);
             todo = std::mem::take(&mut plan.again);
-            todo.extend(self.read(items, &memory, &plan, call, &mut out));
-            trusting = false;
+            let moved = self.read(items, &memory, &plan, call, &mut out);
+            match looks < LOOKS_MAX {
+                true => todo.extend(moved),
+                false => moved.into_iter().for_each(|i| out[i] = Outcome::Missing),
+            }
         }
         out
     }
@@ -96,6 +100,7 @@ impl<S: Store> Grouped<S> {
                 // The inner store says what is wrong with a page of another length or identity.
                 Found::Plain(_) => plan.plain.push(i),
                 Found::Not(outcome) => out[i] = outcome,
+                Found::Moved => out[i] = Outcome::Missing,
                 Found::Linked(group, at) if group.is(at, &items[i]) => plan.add(i, group, at, false),
                 Found::Linked(group, _) if group.page_space != items[i].space => out[i] = Outcome::Missing,
                 Found::Linked(group, at) => {
@@ -132,8 +137,14 @@ impl<S: Store> Grouped<S> {
         batch.extend(plan.groups.iter().map(|w| whole(w, items, stage.as_ref(), &mut unwanted_at)));
         let mut outcomes = self.inner.get(&batch, call).into_iter();
         let mut next = || outcomes.next().unwrap_or(Outcome::Missing);
-        plan.plain.iter().for_each(|&i| out[i] = next());
         let mut again = Vec::new();
+        for &i in &plan.plain {
+            out[i] = next();
+            // A link has taken the place of the page.
+            if matches!(out[i], Outcome::SizeMismatch { stored } if link::is_length(stored)) {
+                again.push(i);
+            }
+        }
         for wanted in &plan.groups {
             let outcome = next();
             if outcome.is_miss() {

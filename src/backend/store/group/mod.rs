@@ -66,7 +66,12 @@ enum Found {
     Plain(usize),
     /// Nowhere, or not known.
     Not(Outcome),
+    /// Replaced while it was looked at.
+    Moved,
 }
+
+/// Looks at a page that others replace meanwhile; then it counts as missing, which it was for a moment.
+const LOOKS_MAX: usize = 4;
 
 impl<S: Store> Grouped<S> {
     /// Groups up to what the store says is its smallest efficient object.
@@ -128,6 +133,22 @@ impl<S: Store> Grouped<S> {
 
     /// Where each page is, by what lies under its own name. A group may be gone all the same.
     fn locate(&self, keys: &[StoreKey], call: &Call) -> Vec<Found> {
+        let mut found = self.look(keys, call);
+        for _ in 1..LOOKS_MAX {
+            let moved: Vec<usize> = (0..keys.len()).filter(|&i| matches!(found[i], Found::Moved)).collect();
+            if moved.is_empty() {
+                break;
+            }
+            let again: Vec<StoreKey> = moved.iter().map(|&i| keys[i]).collect();
+            moved.into_iter().zip(self.look(&again, call)).for_each(|(i, f)| found[i] = f);
+        }
+        for f in found.iter_mut().filter(|f| matches!(f, Found::Moved)) {
+            *f = Found::Not(Outcome::Missing);
+        }
+        found
+    }
+
+    fn look(&self, keys: &[StoreKey], call: &Call) -> Vec<Found> {
         let present = self.inner.query(keys, call);
         let mut found = Vec::with_capacity(keys.len());
         let mut unread = Vec::new();
@@ -207,6 +228,7 @@ impl<S: Store> Grouped<S> {
                 },
                 // Of another identity: a page.
                 Outcome::Missing => Found::Plain(n),
+                Outcome::SizeMismatch { .. } => Found::Moved,
                 other => Found::Not(other),
             };
             at += n;
@@ -259,6 +281,7 @@ impl<S: Store> Grouped<S> {
         let one = |f: Found| match f {
             Found::Plain(n) => Outcome::Ok(n),
             Found::Not(outcome) => outcome,
+            Found::Moved => Outcome::Missing,
             Found::Linked(group, at) => match there.get(&group.key) {
                 Some(Outcome::Ok(_)) => Outcome::Ok(group.members[at].payload_bytes as usize),
                 Some(other) => *other,
@@ -275,6 +298,7 @@ impl<S: Store> Grouped<S> {
             .iter()
             .map(|f| match f {
                 Found::Not(outcome) => *outcome,
+                Found::Moved => Outcome::Missing,
                 Found::Plain(n) => Outcome::Ok(*n),
                 Found::Linked(group, at) => match there.get(&group.key) {
                     Some(Outcome::Ok(_)) => Outcome::Ok(group.members[*at].payload_bytes as usize),
@@ -283,7 +307,8 @@ impl<S: Store> Grouped<S> {
                 },
             })
             .collect();
-        let named: Vec<usize> = (0..keys.len()).filter(|&i| !matches!(found[i], Found::Not(_))).collect();
+        let named: Vec<usize> =
+            (0..keys.len()).filter(|&i| !matches!(found[i], Found::Not(_) | Found::Moved)).collect();
         let names: Vec<StoreKey> = named.iter().map(|&i| keys[i]).collect();
         let removed = self.inner.remove(&names, call);
         let mut left = Vec::new();

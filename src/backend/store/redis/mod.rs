@@ -360,7 +360,7 @@ fn receive(link: &mut Link, len: usize, item: &Item, memory: &HeldSpans) -> Resu
             memory.fill(at, piece);
             at += piece.len();
         }
-        crc = crc32c::crc32c_append(crc, piece);
+        crc = crate::backend::crc::crc32c_append(crc, piece);
     })?;
     link.take_end()?;
     let checked = Header::decode(&head).and_then(|h| h.check(&item.key, &item.space).map(|()| h));
