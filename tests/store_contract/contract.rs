@@ -412,8 +412,18 @@ fn ring(change: impl FnOnce(&mut FileConfig)) -> Option<Fixture> {
 
 #[cfg(feature = "mooncake")]
 pub(crate) fn mooncake() -> Option<Fixture> {
+    mooncake_with("64 MB")
+}
+
+/// With room for measurements.
+pub(crate) fn mooncake_large() -> Option<Fixture> {
+    mooncake_with("1 GB")
+}
+
+#[cfg(feature = "mooncake")]
+fn mooncake_with(segment: &str) -> Option<Fixture> {
     use sapwood::backend::store::mooncake::{MooncakeConfig, MooncakeStore};
-    let service = crate::service::Service::start("64 MB")?;
+    let service = crate::service::Service::start(segment)?;
     let store = MooncakeStore::open(MooncakeConfig::at(service.address())).unwrap();
     Some(Fixture::new(store).keeping(service))
 }
@@ -433,6 +443,11 @@ fn mooncake_embedded() -> Option<Fixture> {
 /// The contract needs the feature and the service.
 #[cfg(not(feature = "mooncake"))]
 pub(crate) fn mooncake() -> Option<Fixture> {
+    mooncake_with("")
+}
+
+#[cfg(not(feature = "mooncake"))]
+fn mooncake_with(_segment: &str) -> Option<Fixture> {
     crate::kit::skip("the feature mooncake");
     None
 }

@@ -7,6 +7,7 @@ mod file;
 mod group;
 mod identity;
 mod kit;
+mod rates;
 mod remote;
 #[cfg(feature = "mooncake")]
 #[path = "../mooncake/service.rs"]
