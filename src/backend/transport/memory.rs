@@ -58,6 +58,12 @@ impl Memory {
         self.regions.iter().map(|r| r.len() as u64).collect()
     }
 
+    /// Address and length of each, for a library that registers memory.
+    #[cfg(feature = "nixl")]
+    pub(super) fn ranges(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+        self.regions.iter().map(|r| (r.base().as_ptr() as usize, r.len()))
+    }
+
     /// First byte of a range, if it lies inside its region.
     pub fn at(&self, region: u32, offset: u64, len: u64) -> Result<NonNull<u8>, TransportError> {
         let err = TransportError::Range { region, offset, len };

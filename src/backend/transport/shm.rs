@@ -44,6 +44,7 @@ const CAPS: Caps = Caps {
     visible_on_ok: true,
     revoke: true,
     fence: false,
+    exit_proves_quiet: true,
     cancel_proves_quiet: false,
     retry_is_safe: true,
 };
