@@ -5,6 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::TransportError;
+use crate::backend::host::HostArena;
 use crate::backend::region::Region;
 
 /// A block of memory that stays where it is for as long as the value lives.
@@ -52,6 +53,12 @@ impl Memory {
         Memory { regions }
     }
 
+    /// The regions of a device or an arena, one per plane.
+    #[must_use]
+    pub fn of(arena: &HostArena) -> Memory {
+        Memory::new(arena.regions().map(|(_, r)| r.clone() as Arc<dyn Bytes>).collect())
+    }
+
     /// Lengths in bytes.
     #[must_use]
     pub fn lens(&self) -> Vec<u64> {
@@ -97,6 +104,13 @@ impl Memory {
         // SAFETY: as in `write`, the other way round.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
+    }
+
+    /// Looks at a range while nothing writes it.
+    #[cfg(test)]
+    pub(crate) fn peek(&self, region: u32, offset: u64, out: &mut [u8]) {
+        // SAFETY: tests look between writes, from the one thread that makes them.
+        unsafe { self.read(region, offset, out).unwrap() };
     }
 
     /// The bytes of a range, for a call that only reads them.

@@ -91,6 +91,9 @@ pub enum TransportError {
         /// What it said.
         source: std::io::Error,
     },
+    /// A region is private, and the transport needs memory that others can map.
+    #[error("a region is not shared")]
+    NotShared,
     /// The transport is closed.
     #[error("closed")]
     Closed,
