@@ -4,6 +4,7 @@
 //! present one counts. A backup that ends before its parent's does waits inside the tree and ends with it.
 
 use crate::base::invariant::violated;
+use crate::base::plant::{Plant, is_planted};
 use crate::base::{NodeId, OpId, PageId, Tier};
 
 use super::lock::Holder;
@@ -204,7 +205,10 @@ impl Tree {
     }
 
     fn publish_backup(&mut self, slot: u32) -> BackupOutcome {
-        let nodes = self.ops.fragments(&self.arena, slot);
+        let mut nodes = self.ops.fragments(&self.arena, slot);
+        if is_planted(Plant::ForgetSplit) {
+            nodes = vec![self.ops.get(slot).node];
+        }
         for &at in &nodes {
             self.arena.nodes[at as usize].op = NIL;
             self.set_host(at, Residency::Present);
@@ -231,7 +235,9 @@ impl Tree {
 
     /// True if the rule lets a child of `parent` hold a published host copy.
     pub(super) fn may_hold_host(&self, parent: u32) -> bool {
-        self.rule == BackupRule::Free || self.arena.nodes[parent as usize].host == Residency::Present
+        self.rule == BackupRule::Free
+            || self.arena.nodes[parent as usize].host == Residency::Present
+            || is_planted(Plant::NoAnchorCheck)
     }
 
     /// A node without a host copy takes one that came from elsewhere (a store). The caller has asked `may_hold_host`.
