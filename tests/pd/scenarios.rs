@@ -654,7 +654,7 @@ const BUFFERS: StagingBuffers =
 const RING: StagingRing = StagingRing { region: 1, base: 0, bytes: 300, chunks_max: 8 };
 
 /// Two prefill ranks with half the heads each, one decode rank with all: pages come in slices, and are packed.
-fn staged() -> Net {
+pub(crate) fn staged() -> Net {
     let p = Topology { tp: 2, ..Topology::single(2) };
     let cfg_p = SenderConfig { staging: Some(BUFFERS), chunk_pages_max: 2, ..SenderConfig::default() };
     let cfg_d = ReceiverConfig { staging: Some(RING), ..ReceiverConfig::default() };
