@@ -4,8 +4,10 @@
 //! present one counts. A backup that ends before its parent's does waits inside the tree and ends with it.
 
 use crate::base::invariant::violated;
+use crate::base::plant::{Plant, is_planted};
 use crate::base::{NodeId, OpId, PageId, Tier};
 
+use super::lock::Holder;
 use super::node::{NIL, ROOT, Residency};
 use super::op::OpKind;
 use super::{BackupEnd, BackupOutcome, BackupPlan, BackupRule, Tree, TreeError, forget_pages};
@@ -167,7 +169,6 @@ impl Tree {
         let mut next = 0;
         while let Some(&(slot, ok)) = queue.get(next) {
             next += 1;
-            // A tick each, so that no two leaves are equally old.
             self.tick();
             let verdict = if ok { self.judge_backup(slot) } else { Verdict::Fail };
             let outcome = match verdict {
@@ -183,7 +184,7 @@ impl Tree {
             self.stats.ops -= 1;
             let published = matches!(outcome, BackupOutcome::Published { .. });
             self.end_copies(done.node, Tier::Host, &done.copies, published);
-            self.unlock_path(done.node);
+            self.unlock_path(done.node, Holder::Operation);
             queue.extend(done.waiters.iter().map(|&waiter| (waiter, true)));
             out.push(BackupEnd { op: done.id, outcome });
         }
@@ -204,7 +205,10 @@ impl Tree {
     }
 
     fn publish_backup(&mut self, slot: u32) -> BackupOutcome {
-        let nodes = self.ops.fragments(&self.arena, slot);
+        let mut nodes = self.ops.fragments(&self.arena, slot);
+        if is_planted(Plant::ForgetSplit) {
+            nodes = vec![self.ops.get(slot).node];
+        }
         for &at in &nodes {
             self.arena.nodes[at as usize].op = NIL;
             self.set_host(at, Residency::Present);
@@ -231,7 +235,9 @@ impl Tree {
 
     /// True if the rule lets a child of `parent` hold a published host copy.
     pub(super) fn may_hold_host(&self, parent: u32) -> bool {
-        self.rule == BackupRule::Free || self.arena.nodes[parent as usize].host == Residency::Present
+        self.rule == BackupRule::Free
+            || self.arena.nodes[parent as usize].host == Residency::Present
+            || is_planted(Plant::NoAnchorCheck)
     }
 
     /// A node without a host copy takes one that came from elsewhere (a store). The caller has asked `may_hold_host`.
