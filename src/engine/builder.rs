@@ -385,6 +385,8 @@ impl Builder {
             exclusive: self.exclusive,
             write_ahead_percent: self.write_ahead_percent,
             loads_in_flight_max: self.loads_in_flight_max,
+            window: None,
+            state: None,
         };
         config.validate()?;
         Ok(config)

@@ -360,16 +360,16 @@ impl Model {
         self.locks.push(at);
     }
 
-    /// Unlocks it. Pages that nobody locks any more count as used.
+    /// A request unlocks it: the path counts as used.
     pub fn unlock(&mut self, at: At) {
-        let before = self.covered(&self.locks);
+        self.drop_lock(at);
+        self.touch(at);
+    }
+
+    /// An operation unlocks it: nothing counts as used.
+    pub(super) fn drop_lock(&mut self, at: At) {
         let i = self.locks.iter().position(|&l| l == at).expect("unlock what was locked");
         self.locks.remove(i);
-        let after = self.covered(&self.locks);
-        let now = self.tick();
-        for &i in before.difference(&after) {
-            self.page(i).used = now;
-        }
     }
 
     /// Pins the host copies of the path to a page. True if that takes a lock, too: where a page of the path may have no
@@ -383,22 +383,31 @@ impl Model {
         locked
     }
 
-    /// Unpins them. Pages that are only on the host and free of holds now count as used.
+    /// A request unpins them: pages that are only on the host count as used.
     pub fn unpin(&mut self, at: At, locked: bool) {
-        let before = self.covered(&self.pins);
-        let i = self.pins.iter().position(|&l| l == at).expect("unpin what was pinned");
-        self.pins.remove(i);
-        let after = self.covered(&self.pins);
-        let under_lock = self.covered(&self.locks);
+        self.drop_pin(at);
         let now = self.tick();
-        for &i in before.difference(&after) {
-            if self.pages[&i].device == Slot::Empty && !under_lock.contains(&i) {
+        for i in self.up(at) {
+            if !self.pages[&i].device.there() {
                 self.page(i).used = now;
             }
         }
         if locked {
             self.unlock(at);
         }
+    }
+
+    /// An operation, or a plan, unpins them: nothing counts as used.
+    pub fn unpin_unused(&mut self, at: At, locked: bool) {
+        self.drop_pin(at);
+        if locked {
+            self.drop_lock(at);
+        }
+    }
+
+    pub(super) fn drop_pin(&mut self, at: At) {
+        let i = self.pins.iter().position(|&l| l == at).expect("unpin what was pinned");
+        self.pins.remove(i);
     }
 
     fn add(&mut self, parent: At, ns: u32, tokens: &[u32]) -> At {
@@ -653,16 +662,22 @@ impl Model {
         self.pages.keys().filter(|at| free(at)).filter_map(|at| self.pages[at].host.page()).collect()
     }
 
-    /// Gives up one mirror by its host page. False if it must not go.
+    /// Gives up one mirror by its host page. False if it must not go, or if another one that nobody locks was used
+    /// later. (A locked one has not been used for the last time; it may go before or after.)
     pub fn reclaim(&mut self, host_page: u32) -> bool {
-        let may = self.mirrors().contains(&host_page);
-        if may {
-            let found = self.pages.iter().find(|(_, p)| p.depth > 0 && p.host == Slot::There(host_page));
-            if let Some((&at, _)) = found {
-                self.page(at).host = Slot::Empty;
-                self.drop_components(at, 1);
-            }
+        let mirrors = self.mirrors();
+        let locked = self.covered(&self.locks);
+        let found = self.pages.iter().find(|(_, p)| p.depth > 0 && p.host == Slot::There(host_page));
+        let Some((&at, page)) = found.filter(|_| mirrors.contains(&host_page)) else { return false };
+        let later = |(other, p): (&At, &Page)| {
+            let waits = p.host.page().is_some_and(|page| mirrors.contains(&page));
+            *other != 0 && waits && !locked.contains(other) && p.used > page.used
+        };
+        if self.pages.iter().any(later) {
+            return false;
         }
-        may
+        self.page(at).host = Slot::Empty;
+        self.drop_components(at, 1);
+        true
     }
 }

@@ -21,17 +21,8 @@ impl Model {
         self.touch(at);
     }
 
-    /// Ends a session: what nobody else will come back for counts as used.
+    /// Ends a session.
     pub fn close_session(&mut self, session: u64) {
-        for end in self.sessions[&session].clone() {
-            let before = self.kept();
-            self.sessions.get_mut(&session).expect("open").retain(|&e| e != end);
-            let after = self.kept();
-            let now = self.tick();
-            for &at in before.difference(&after) {
-                self.page(at).used = now;
-            }
-        }
         self.sessions.remove(&session);
     }
 

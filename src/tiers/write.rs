@@ -4,11 +4,12 @@
 //! backup lie in the tree from its start (marked pending), so there is nothing here that could leak them: the
 //! end of the operation either publishes them or gets them back.
 
-use super::action::{Action, PagePair};
+use super::action::{Action, PagePair, PoolKind};
+use super::components::pool_kind;
 use super::core::Core;
 use super::outcome::Refusal;
 use crate::base::containers::Map;
-use crate::base::{NodeId, OpId, PageId};
+use crate::base::{NodeId, OpId, PageId, Tier};
 use crate::tree::{BackupEnd, BackupOutcome, BackupPlan, DeviceEviction};
 
 /// One backup in flight.
@@ -50,10 +51,24 @@ impl Backups {
 }
 
 impl Core {
+    /// Write-through: windows and states that were computed again after their node was backed up follow it to the host.
+    pub(super) fn catch_up_components(&mut self, node: NodeId) {
+        let mut plan = BackupPlan::default();
+        if !self.components.any()
+            || self.config.write.threshold() == 0
+            || self.tree.plan_component_catch_up(node, &mut plan).is_err()
+        {
+            return;
+        }
+        if !plan.copies.is_empty() {
+            self.start_backup(&mut plan, None);
+        }
+    }
+
     /// Write-through: backs up `node` and its un-backed ancestors, parents first, in one operation.
     pub(super) fn write_through(&mut self, node: NodeId) {
-        let Some(plan) = self.plan_with_room(node) else { return };
-        if !self.start_backup(&plan, None) {
+        let Some(mut plan) = self.plan_with_room(node) else { return };
+        if !self.start_backup(&mut plan, None) {
             self.refused(Refusal::NoHostPages);
         }
     }
@@ -67,8 +82,8 @@ impl Core {
                 return;
             }
             // A backed-up node above an un-backed victim is listed too; it leaves by demotion when its child has.
-            let Some(plan) = self.plan_with_room(node) else { continue };
-            if !self.start_backup(&plan, Some(node)) {
+            let Some(mut plan) = self.plan_with_room(node) else { continue };
+            if !self.start_backup(&mut plan, Some(node)) {
                 freed += self.drop_leaf(node, Refusal::NoHostPages);
             }
         }
@@ -87,7 +102,7 @@ impl Core {
         // Without a copy there is nothing to pin (write-back), and one in flight is pinned by its operation.
         let pin = self.tree.pin_host(above).ok();
         self.make_host_room(plan.device_pages.len() as u32);
-        if pin.is_some_and(|pin| self.tree.unpin_host(pin).is_err()) {
+        if pin.is_some_and(|pin| self.tree.unpin_host_unused(pin).is_err()) {
             self.violation("a fresh pin is unknown");
         }
         Some(plan)
@@ -104,21 +119,31 @@ impl Core {
     }
 
     /// False: no host pages; nothing changed.
-    fn start_backup(&mut self, plan: &BackupPlan, victim: Option<NodeId>) -> bool {
+    fn start_backup(&mut self, plan: &mut BackupPlan, victim: Option<NodeId>) -> bool {
         let pages = plan.device_pages.len() as u32;
         let mut host_pages: Vec<PageId> = Vec::with_capacity(pages as usize);
         if !self.host.alloc(pages, &mut host_pages) {
             return false;
         }
-        let pairs = plan
-            .device_pages
-            .iter()
-            .zip(&host_pages)
-            .map(|(&source, &target)| PagePair { source, target })
-            .collect();
+        let component_pages = self.alloc_copies_that_fit(Tier::Host, &mut plan.copies);
+        if pages == 0 && component_pages.is_empty() {
+            return false;
+        }
+        let full = plan.device_pages.iter().zip(&host_pages);
+        let full = full.map(|(&source, &target)| PagePair { pool: PoolKind::Full, source, target });
+        let copies = plan.copies.iter().zip(&component_pages);
+        let copies = copies.map(|(copy, &target)| PagePair {
+            pool: pool_kind(copy.component),
+            source: copy.source,
+            target,
+        });
+        let pairs = full.chain(copies).collect();
         let op = self.new_op();
-        if let Err((error, host_pages)) = self.tree.begin_backup(op, plan, host_pages) {
+        if let Err((error, host_pages, component_pages)) =
+            self.tree.begin_backup_with(op, plan, host_pages, component_pages)
+        {
             self.free_host(&host_pages);
+            self.free_copies(Tier::Host, &plan.copies, &component_pages);
             self.violation(&format!("a fresh backup plan was refused: {error}"));
             return false;
         }
@@ -145,6 +170,7 @@ impl Core {
         for end in ends {
             self.backup_ended(end);
         }
+        self.settle_components();
     }
 
     fn backup_ended(&mut self, end: BackupEnd) {

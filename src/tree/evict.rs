@@ -6,7 +6,7 @@ use crate::base::{NodeId, PageId};
 
 use super::node::{DEVICE_ORDERS, HOST_ORDERS, Listed, NIL, Node, ROOT, Residency};
 use super::order::facts;
-use super::{DeviceEviction, HostEviction, Tree, TreeError, Unbacked};
+use super::{BackupRule, DeviceEviction, HostEviction, Tree, TreeError, Unbacked};
 
 impl Tree {
     /// Frees `want_pages` device pages, or all that nobody holds if that is less. A victim with a host copy is demoted; one
@@ -242,9 +242,15 @@ impl Tree {
     pub fn reclaim_mirrors(&mut self, want_pages: u32, out: &mut Vec<PageId>) -> HostEviction {
         self.tick();
         let mut done = HostEviction::default();
-        while done.freed_pages < want_pages && self.orders.mirrors.newest != NIL {
-            let at = self.orders.mirrors.newest;
-            self.cut_tail(at, want_pages - done.freed_pages);
+        while done.freed_pages < want_pages
+            && let Some(mut at) = self.orders.latest_mirror(&self.arena)
+        {
+            let (left, all) = (want_pages - done.freed_pages, self.arena.nodes[at as usize].pages);
+            match self.rule {
+                BackupRule::Free if all > left => at = self.split(at, left),
+                // The rest has no child with a host copy only once the tail has none.
+                _ => self.cut_tail(at, left),
+            }
             done.freed_pages += self.arena.nodes[at as usize].pages;
             self.drop_host(at, out);
         }

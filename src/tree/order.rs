@@ -4,7 +4,9 @@
 //! and neither lock nor pin. Locked nodes are not in any list, so a walk never has to skip them. Under a heap policy only
 //! leaves of the tier are in.
 
-use crate::base::heap::IndexHeap;
+use std::cmp::Reverse;
+
+use crate::base::heap::{HeapKey, IndexHeap};
 
 use super::component::COMPONENTS;
 use super::node::{Arena, DEVICE_ORDERS, HOST_ORDERS, Links, Listed, NIL, Node, ROOT, Residency};
@@ -30,11 +32,15 @@ pub(super) struct Orders {
     pub(super) lists: [Ends; 4],
     /// By [`Listed`]; in use under every other policy.
     pub(super) heaps: [IndexHeap; 4],
-    /// Nodes whose host copy could be given up: those that became so when they were freshly used at the newest end,
-    /// those that were the least recently used at the oldest.
+    /// Nodes whose host copy could be given up, by last use.
     pub(super) mirrors: Ends,
+    /// Such nodes that were older than the newest mirror when they became one. Key: latest use first.
+    pub(super) old_mirrors: IndexHeap,
     /// By component and tier: nodes that have any of it that no session will need, and nodes that have any that one will.
     pub(super) components: [[[IndexHeap; 2]; 2]; COMPONENTS],
+    /// Where a node last went back to its place by age, by [`Listed`]: operations end about in the order in which they
+    /// began, so the next place is near. May name anything.
+    pub(super) fingers: [u32; 4],
     /// The tree has components; without them no call looks at `components`.
     pub(super) has_components: bool,
     /// Advances once per call; the only clock.
@@ -95,6 +101,17 @@ fn link_above(nodes: &mut [Node], ends: &mut Ends, at: u32, below: u32, links: F
     }
 }
 
+/// What lists are sorted by. Of nodes with one tick, which lie on one path, the deepest is the oldest.
+fn age(nodes: &[Node], at: u32) -> (u64, Reverse<u32>) {
+    let node = &nodes[at as usize];
+    (node.tick, Reverse(node.depth))
+}
+
+/// The same for a heap that yields the latest first.
+pub(super) fn mirror_key(node: &Node) -> HeapKey {
+    (!node.tick, u64::from(node.depth))
+}
+
 pub(super) fn facts(node: &Node) -> NodeFacts {
     NodeFacts {
         hits: node.hits,
@@ -114,7 +131,9 @@ impl Orders {
             lists: [Ends::EMPTY; 4],
             heaps: Default::default(),
             mirrors: Ends::EMPTY,
+            old_mirrors: IndexHeap::default(),
             components: Default::default(),
+            fingers: [NIL; 4],
             has_components,
             tick: 0,
         }
@@ -164,26 +183,14 @@ impl Orders {
             && (rule == BackupRule::Free || node.kids_host == 0)
     }
 
-    /// Brings list membership in line with the state of a node. A node that enters an order enters at its newest
-    /// end, so a path must be refreshed deepest node first. O(1), or O(log leaves) under a heap policy.
+    /// Brings list membership in line with the state of a node. A node that enters an order enters where its tick
+    /// belongs. O(1), or O(log leaves) under a heap policy.
     pub(super) fn refresh(&mut self, arena: &mut Arena, rule: BackupRule, at: u32) {
         let node = &mut arena.nodes[at as usize];
         let want = self.place(at, node);
         let mirror = Self::is_mirror(rule, at, node);
         if mirror != node.mirrored {
-            node.mirrored = mirror;
-            if mirror {
-                let tick = node.tick;
-                // What was written ahead of its eviction is old: its copy must be the last to go.
-                match self.mirrors.newest {
-                    newest if newest != NIL && tick < arena.nodes[newest as usize].tick => {
-                        link_oldest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
-                    }
-                    _ => link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links),
-                }
-            } else {
-                unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
-            }
+            if mirror { self.add_mirror(arena, at) } else { self.remove_mirror(arena, at) }
         }
         if arena.nodes[at as usize].listed != want {
             self.leave(arena, at);
@@ -202,15 +209,50 @@ impl Orders {
             return;
         }
         if self.policy.is_list() {
-            node.tick = self.tick;
-            self.freshen_mirror(arena, at);
-            link_newest(&mut arena.nodes, &mut self.lists[want as usize], at, order_links);
+            self.link_by_age(&mut arena.nodes, at, want);
         } else {
             self.rekey(arena, at);
         }
     }
 
-    /// A node lost its last lock: it may enter an order, at the newest end. Mirrors do not depend on locks.
+    /// Links a node behind everything older. O(1) for one that was just used; else a search from both ends of the order
+    /// and from the place of the last such call at once, which costs the shortest of the three ways.
+    fn link_by_age(&mut self, nodes: &mut [Node], at: u32, want: Listed) {
+        let (ends, finger) = (&mut self.lists[want as usize], &mut self.fingers[want as usize]);
+        let mine = age(nodes, at);
+        if ends.newest == NIL || age(nodes, ends.newest) < mine {
+            link_newest(nodes, ends, at, order_links);
+            return;
+        }
+        let (mut low, mut high, mut near) = (ends.oldest, ends.newest, *finger);
+        if nodes.get(near as usize).is_none_or(|node| node.listed != want || near == at) {
+            near = high;
+        }
+        let border = loop {
+            if age(nodes, low) > mine {
+                break nodes[low as usize].order.older;
+            }
+            low = nodes[low as usize].order.newer;
+            let next = nodes[high as usize].order.older;
+            if next == NIL || age(nodes, next) < mine {
+                break next;
+            }
+            high = next;
+            let (links, older) = (nodes[near as usize].order, age(nodes, near) < mine);
+            let next = if older { links.newer } else { links.older };
+            if next == NIL || (age(nodes, next) < mine) != older {
+                break if older { near } else { next };
+            }
+            near = next;
+        };
+        *finger = at;
+        match border {
+            NIL => link_oldest(nodes, ends, at, order_links),
+            _ => link_above(nodes, ends, at, border, order_links),
+        }
+    }
+
+    /// A node lost its last lock: it may enter an order, where its tick belongs. Mirrors do not depend on locks.
     #[inline]
     pub(super) fn unlocked(&mut self, arena: &mut Arena, at: u32) {
         let want = self.place(at, &arena.nodes[at as usize]);
@@ -237,8 +279,46 @@ impl Orders {
         if self.has_components {
             self.forget_components(at);
         }
-        if std::mem::replace(&mut arena.nodes[at as usize].mirrored, false) {
+        self.remove_mirror(arena, at);
+    }
+
+    /// Mirrors go by their last use, latest first. Those that become one just after their use stand in a list, which is
+    /// sorted because it only grows at its newest end; those that become one later stand in a heap. O(1), or O(log) there.
+    fn add_mirror(&mut self, arena: &mut Arena, at: u32) {
+        arena.nodes[at as usize].mirrored = true;
+        match self.mirrors.newest {
+            newest if newest != NIL && age(&arena.nodes, at) < age(&arena.nodes, newest) => {
+                self.old_mirrors.set(at, mirror_key(&arena.nodes[at as usize]));
+            }
+            _ => link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links),
+        }
+    }
+
+    pub(super) fn remove_mirror(&mut self, arena: &mut Arena, at: u32) {
+        if std::mem::replace(&mut arena.nodes[at as usize].mirrored, false) && !self.old_mirrors.remove(at) {
             unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+        }
+    }
+
+    /// The mirror that was used last.
+    pub(super) fn latest_mirror(&self, arena: &Arena) -> Option<u32> {
+        let listed = Some(self.mirrors.newest).filter(|&at| at != NIL);
+        match (listed, self.old_mirrors.peek()) {
+            (Some(a), Some(b)) => Some(if age(&arena.nodes, a) > age(&arena.nodes, b) { a } else { b }),
+            (a, b) => a.or(b),
+        }
+    }
+
+    /// Changes the tick of a node that stands in no order of eviction, or will stand in the same place of it.
+    #[inline]
+    pub(super) fn take_tick(&mut self, arena: &mut Arena, at: u32, tick: u64) {
+        if arena.nodes[at as usize].tick != tick {
+            let mirrored = arena.nodes[at as usize].mirrored;
+            self.remove_mirror(arena, at);
+            arena.nodes[at as usize].tick = tick;
+            if mirrored {
+                self.add_mirror(arena, at);
+            }
         }
     }
 
@@ -276,10 +356,11 @@ impl Orders {
         }
     }
 
-    /// A mirror that is used goes to the end that is given up first. O(1).
+    /// A mirror was used now. O(1), or O(log) the first time.
     fn freshen_mirror(&mut self, arena: &mut Arena, at: u32) {
         if arena.nodes[at as usize].mirrored && self.mirrors.newest != at {
-            unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+            self.remove_mirror(arena, at);
+            arena.nodes[at as usize].mirrored = true;
             link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
         }
     }
@@ -292,6 +373,12 @@ impl Orders {
             link_above(&mut arena.nodes, &mut self.lists[listed as usize], prefix, suffix, order_links);
         } else {
             self.rekey(arena, suffix);
+        }
+        if self.old_mirrors.remove(suffix) {
+            self.old_mirrors.set(suffix, mirror_key(&arena.nodes[suffix as usize]));
+        } else if Self::is_mirror(rule, prefix, &arena.nodes[prefix as usize]) {
+            arena.nodes[prefix as usize].mirrored = true;
+            link_above(&mut arena.nodes, &mut self.mirrors, prefix, suffix, mirror_links);
         }
         self.refresh(arena, rule, prefix);
         if self.has_components {

@@ -8,7 +8,8 @@ use crate::key::{Key, hash_pages};
 
 use super::node::{DEVICE_ORDERS, HOST_ORDERS, Listed, NIL, NO_PAGE, Node, ROOT, Residency};
 use super::op::OpKind;
-use super::order::{Ends, Orders, facts};
+use super::order::{Ends, Orders, facts, mirror_key};
+use super::walk::tag_of;
 use super::{BackupRule, Tree, TreeStats};
 
 pub(super) struct Report(Vec<Violation>);
@@ -196,7 +197,8 @@ impl Tree {
         // The walk must come back here, and so finds siblings that share a first page.
         let first = &self.tokens_of(at)[..self.page_size as usize + self.view.overlap()];
         let walk = self.walk(n.parent, Key { ns: n.ns, tokens: first, view: self.view }, |_, _| {});
-        report.must(walk.last == at, "reachable", format_args!("a walk to node {at} ends at {}", walk.last));
+        let found = walk.last == at && n.tag == tag_of(n.parent, n.ns, first);
+        report.must(found, "reachable", format_args!("a walk to node {at} ends at {}", walk.last));
         if self.hashing {
             let mut want = Vec::new();
             let key = Key { ns: n.ns, tokens: self.tokens_of(at), view: self.view };
@@ -244,7 +246,22 @@ impl Tree {
             );
         }
         let mirrors = sound.iter().filter(|&&at| self.node(at).mirrored).count();
-        self.check_list(self.orders.mirrors, mirrors, |n| (n.mirror.older, n.mirror.newer), report);
+        let listed = mirrors.saturating_sub(self.orders.old_mirrors.len());
+        self.check_list(self.orders.mirrors, listed, |n| (n.mirror.older, n.mirror.newer), report);
+        let (mut at, mut key) = (self.orders.mirrors.oldest, (u64::MAX, u64::MAX));
+        for _ in 0..listed {
+            let n = self.node(at);
+            report.must(mirror_key(n) < key, "mirror-ages", format_args!("mirror {at}: {key:?} before it"));
+            (key, at) = (mirror_key(n), n.mirror.newer);
+            if at == NIL {
+                break;
+            }
+        }
+        for &at in sound {
+            let key = self.orders.old_mirrors.key(at);
+            let ok = key.is_none_or(|key| key == mirror_key(self.node(at)) && self.node(at).mirrored);
+            report.must(ok, "mirror-ages", format_args!("mirror {at} has an old key"));
+        }
         for tier in DEVICE_ORDERS.into_iter().chain(HOST_ORDERS) {
             let (ends, heap) = (self.orders.lists[tier as usize], &self.orders.heaps[tier as usize]);
             let members: Vec<u32> =

@@ -122,15 +122,13 @@ impl Tree {
         Ok(())
     }
 
-    /// Ends a session. What only it referred to counts as used now and goes by that from here on.
+    /// Ends a session. What only it referred to goes by its last use from here on.
     ///
     /// # Errors
     /// Unknown session (closed ones included).
     pub fn close_session(&mut self, session: SessionId) -> Result<(), TreeError> {
         let ends = self.sessions.open.get(session.0).ok_or(TreeError::UnknownSession(session))?.clone();
         for end in ends {
-            // A tick each, so that no two leaves are equally old.
-            self.tick();
             self.drop_end(session, end);
         }
         self.sessions.open.remove(session.0);
@@ -176,7 +174,6 @@ impl Tree {
             if node.refs > 0 {
                 return;
             }
-            self.orders.touch(&mut self.arena, at);
             self.refresh(at);
             at = self.arena.nodes[at as usize].parent;
         }

@@ -114,18 +114,25 @@ impl Tree {
         let low = &self.arena.nodes[child as usize];
         // A store write pins its nodes.
         let held = |n: &Node| n.locks | n.pins != 0 || n.op != NIL;
-        // Neighbours in the list are equally old, whatever their ticks say; a heap goes by the ticks.
-        let listed = self.orders.policy.is_list() && !self.has_components() && low.listed != Listed::Nowhere;
+        // Neighbours in the list are equally old, whatever their ticks say, unless an operation gives one back that
+        // belongs between them; a heap goes by the ticks.
+        let in_list = self.orders.policy.is_list() && !self.has_components() && low.listed != Listed::Nowhere;
+        let listed = in_list && self.stats.ops == 0;
         let same_age = up.tick == low.tick || listed && low.order.newer == at;
         let alike = (up.device, up.host, up.hits, up.priority, up.reach, up.created)
             == (low.device, low.host, low.hits, low.priority, low.reach, low.created);
         // A session that ends at the upper node would come to hold the lower one too.
         let ends_here = up.refs > 0 && self.sessions.end_here(at);
-        if !alike || !same_age || ends_here || held(up) || held(low) || !self.join_runs(at, child) {
+        if !alike || !same_age || ends_here || held(up) || held(low) {
+            return;
+        }
+        // Whoever waits to write one of them to a store knows it by its id, and the other has nobody waiting.
+        if self.is_stored_at(at) != self.is_stored_at(child) || !self.join_runs(at, child) {
             return;
         }
         // The child takes the node's place in the shape. Its place in the orders is next to the node's.
         self.orders.forget(&mut self.arena, at);
+        self.orders.remove_mirror(&mut self.arena, child);
         let up = self.arena.nodes[at as usize].clone();
         self.table.remove(self.arena.nodes[child as usize].tag, child);
         self.table.replace(up.tag, at, child);
@@ -135,7 +142,9 @@ impl Tree {
         (low.parent, low.tag, low.depth) = (up.parent, up.tag, up.depth);
         (low.run, low.from) = (up.run, up.from);
         low.pages += up.pages;
+        low.tick = up.tick;
         self.arena.remove_node(at);
+        self.refresh(child);
         self.orders.rekey(&self.arena, child);
         if self.has_components() {
             self.orders.refresh_components(&self.arena, child);

@@ -6,9 +6,10 @@
 use crate::base::{NamespaceId, NodeId, OpId, Tier};
 use crate::key::{Key, PageHash, hash_pages};
 
+use super::lock::Holder;
 use super::node::{NIL, ROOT, Residency, Run};
 use super::op::OpKind;
-use super::{BackupRule, StorePlan, Tree, TreeError};
+use super::{BackupRule, ComponentPut, StorePlan, Tree, TreeError};
 
 impl Tree {
     /// True if the tree keeps page hashes.
@@ -145,9 +146,9 @@ impl Tree {
             at = self.arena.nodes[at as usize].parent;
         }
         self.release_spans(done.node, done.held);
-        self.unpin_path(done.node);
+        self.unpin_path(done.node, Holder::Operation);
         if done.locked {
-            self.unlock_path(done.node);
+            self.unlock_path(done.node, Holder::Operation);
         }
         Ok(marked)
     }
@@ -157,8 +158,36 @@ impl Tree {
     /// # Errors
     /// Unknown node.
     pub fn is_stored(&self, node: NodeId) -> Result<bool, TreeError> {
-        let n = &self.arena.nodes[self.slot(node)? as usize];
-        Ok(n.pages == 0 || n.range().all(|page| self.arena.runs[n.run as usize].is_stored(page)))
+        Ok(self.is_stored_at(self.slot(node)?))
+    }
+
+    pub(super) fn is_stored_at(&self, at: u32) -> bool {
+        let n = &self.arena.nodes[at as usize];
+        n.pages == 0 || n.range().all(|page| self.arena.runs[n.run as usize].is_stored(page))
+    }
+
+    /// Component pages on the host that a request at the end of `node` needs, with the names of their places, shallowest
+    /// first: what goes to the store with the node. A write in flight keeps them where they are. Appended to `out`.
+    ///
+    /// # Errors
+    /// Unknown node, or hashes are off.
+    pub fn component_store_plan(&self, node: NodeId, out: &mut Vec<ComponentPut>) -> Result<(), TreeError> {
+        let end = self.slot(node)?;
+        if !self.hashing {
+            return Err(TreeError::NoHashes(node));
+        }
+        for (component, at, page, position) in self.needed_places(end) {
+            let run = &self.arena.runs[self.arena.nodes[at as usize].run as usize];
+            let host_page = run.component_page(component, Tier::Host, page);
+            let hash = self
+                .arena
+                .hashes(at)
+                .and_then(|list| list.get(page - self.arena.nodes[at as usize].from as usize));
+            if let (Some(host_page), Some(&hash)) = (host_page, hash) {
+                out.push(ComponentPut { component, position, host_page, hash });
+            }
+        }
+        Ok(())
     }
 
     /// Forgets every stored mark: the store was detached or emptied. O(runs).
