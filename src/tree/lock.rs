@@ -138,9 +138,15 @@ impl Tree {
     pub(super) fn unlock_path(&mut self, anchor: u32, by: Holder) {
         self.arena.nodes[anchor as usize].own_locks -= 1;
         let mut used = self.end_of_use(by);
+        let mut reached_device = false;
         let mut at = anchor;
         loop {
-            used = self.arena.nodes[at as usize].tick.max(used);
+            let node = &self.arena.nodes[at as usize];
+            if node.device == Residency::Present && !reached_device {
+                // The age of a host copy says nothing of the device copies above it.
+                (reached_device, used) = (true, self.end_of_use(by));
+            }
+            used = node.tick.max(used);
             self.orders.take_tick(&mut self.arena, at, used);
             let node = &mut self.arena.nodes[at as usize];
             if node.locks > 1 {
