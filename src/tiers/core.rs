@@ -9,6 +9,7 @@
 
 use super::action::{Action, Event};
 use super::config::{ConfigError, CoreConfig};
+use super::mirror::Mirrors;
 use super::oplog::{Op, OpLog};
 use super::outcome::{PageCounts, Refusal};
 use super::request::{Request, RequestId};
@@ -86,6 +87,9 @@ pub struct Core {
     freed: Option<Vec<(Tier, PageId)>>,
     /// Requests have taken or let go of device pages since the last write-ahead.
     pub(super) ahead_due: bool,
+    /// Nodes used up to this tick of the tree were next in line to leave the device, at the last write-ahead.
+    pub(super) ahead_used: u64,
+    pub(super) mirrors: Mirrors,
     next_op: u64,
 }
 
@@ -119,6 +123,8 @@ impl Core {
             freed: None,
             log: None,
             ahead_due: false,
+            ahead_used: 0,
+            mirrors: Mirrors::default(),
             next_op: 0,
         })
     }

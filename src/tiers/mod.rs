@@ -9,6 +9,7 @@ mod calls;
 pub mod config;
 pub mod core;
 mod load;
+mod mirror;
 pub mod oplog;
 pub mod outcome;
 mod prefetch;
