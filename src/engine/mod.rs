@@ -11,6 +11,7 @@ mod draft;
 mod executor;
 mod lane;
 mod registration;
+pub mod remote;
 mod report;
 mod request;
 

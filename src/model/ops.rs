@@ -108,10 +108,9 @@ impl Model {
             self.end_copies(load, &done.copies, publish);
             let end = done.end;
             if load {
-                let i = self.pins.iter().position(|&l| l == end).expect("a load pins its path");
-                self.pins.remove(i);
+                self.drop_pin(end);
             }
-            self.unlock(end);
+            self.drop_lock(end);
             let kind = if publish { SettledKind::Published } else { SettledKind::Failed(back) };
             settled.push(Settled { op, kind });
             queue.extend(done.waiters.iter().map(|&waiter| (waiter, true)));

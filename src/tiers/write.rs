@@ -102,7 +102,7 @@ impl Core {
         // Without a copy there is nothing to pin (write-back), and one in flight is pinned by its operation.
         let pin = self.tree.pin_host(above).ok();
         self.make_host_room(plan.device_pages.len() as u32);
-        if pin.is_some_and(|pin| self.tree.unpin_host(pin).is_err()) {
+        if pin.is_some_and(|pin| self.tree.unpin_host_unused(pin).is_err()) {
             self.violation("a fresh pin is unknown");
         }
         Some(plan)

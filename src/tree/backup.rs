@@ -7,6 +7,7 @@ use crate::base::invariant::violated;
 use crate::base::plant::{Plant, is_planted};
 use crate::base::{NodeId, OpId, PageId, Tier};
 
+use super::lock::Holder;
 use super::node::{NIL, ROOT, Residency};
 use super::op::OpKind;
 use super::{BackupEnd, BackupOutcome, BackupPlan, BackupRule, Tree, TreeError, forget_pages};
@@ -200,7 +201,6 @@ impl Tree {
         let mut next = 0;
         while let Some(&(slot, ok)) = queue.get(next) {
             next += 1;
-            // A tick each, so that no two leaves are equally old.
             self.tick();
             let verdict = if ok { self.judge_backup(slot) } else { Verdict::Fail };
             let outcome = match verdict {
@@ -216,7 +216,7 @@ impl Tree {
             self.stats.ops -= 1;
             let published = matches!(outcome, BackupOutcome::Published { .. });
             self.end_copies(done.node, Tier::Host, &done.copies, published);
-            self.unlock_path(done.node);
+            self.unlock_path(done.node, Holder::Operation);
             queue.extend(done.waiters.iter().map(|&waiter| (waiter, true)));
             out.push(BackupEnd { op: done.id, outcome });
         }

@@ -6,6 +6,7 @@
 use crate::base::{NodeId, OpId, PageId, Tier};
 
 use super::backup::Verdict;
+use super::lock::Holder;
 use super::node::{NIL, NO_PAGE, ROOT, Residency};
 use super::op::OpKind;
 use super::{LoadEnd, LoadOutcome, LoadPlan, Tree, TreeError, forget_pages};
@@ -226,8 +227,8 @@ impl Tree {
                 LoadOutcome::Failed { returned }
             };
             self.end_copies(done.node, Tier::Device, &done.copies, published);
-            self.unpin_path(done.node);
-            self.unlock_path(done.node);
+            self.unpin_path(done.node, Holder::Operation);
+            self.unlock_path(done.node, Holder::Operation);
             queue.extend(done.waiters.iter().map(|&waiter| (waiter, true)));
             out.push(LoadEnd { op: done.id, outcome });
         }

@@ -4,6 +4,8 @@
 //! and neither lock nor pin. Locked nodes are not in any list, so a walk never has to skip them. Under a heap policy only
 //! leaves of the tier are in.
 
+use std::cmp::Reverse;
+
 use crate::base::heap::IndexHeap;
 
 use super::component::COMPONENTS;
@@ -35,6 +37,9 @@ pub(super) struct Orders {
     pub(super) mirrors: Ends,
     /// By component and tier: nodes that have any of it.
     pub(super) components: [[IndexHeap; 2]; COMPONENTS],
+    /// Where a node last went back to its place by age, on the device and on the host: operations end about in the order
+    /// in which they began, so the next place is near. May name anything.
+    pub(super) fingers: [u32; 2],
     /// The tree has components; without them no call looks at `components`.
     pub(super) has_components: bool,
     /// Advances once per call; the only clock.
@@ -117,6 +122,7 @@ impl Orders {
             host_heap: IndexHeap::default(),
             mirrors: Ends::EMPTY,
             components: Default::default(),
+            fingers: [NIL; 2],
             has_components,
             tick: 0,
         }
@@ -145,8 +151,8 @@ impl Orders {
             && (rule == BackupRule::Free || node.kids_host == 0)
     }
 
-    /// Brings list membership in line with the state of a node. A node that enters an order enters at its newest
-    /// end, so a path must be refreshed deepest node first. O(1), or O(log leaves) under a heap policy.
+    /// Brings list membership in line with the state of a node. A node that enters an order enters where its tick
+    /// belongs. O(1), or O(log leaves) under a heap policy.
     pub(super) fn refresh(&mut self, arena: &mut Arena, rule: BackupRule, at: u32) {
         let node = &mut arena.nodes[at as usize];
         let want = self.place(at, node);
@@ -183,16 +189,58 @@ impl Orders {
             return;
         }
         if self.policy.is_list() {
-            node.tick = self.tick;
-            self.freshen_mirror(arena, at);
-            let ends = if want == Listed::Device { &mut self.device } else { &mut self.host };
-            link_newest(&mut arena.nodes, ends, at, order_links);
+            if node.tick == self.tick {
+                self.freshen_mirror(arena, at);
+            }
+            self.link_by_age(&mut arena.nodes, at, want);
         } else {
             self.rekey(arena, at);
         }
     }
 
-    /// A node lost its last lock: it may enter an order, at the newest end. Mirrors do not depend on locks.
+    /// Links a node behind everything older. O(1) for one that was just used; else a search from both ends of the order
+    /// and from the place of the last such call at once, which costs the shortest of the three ways.
+    fn link_by_age(&mut self, nodes: &mut [Node], at: u32, want: Listed) {
+        let (ends, finger) = match want {
+            Listed::Device => (&mut self.device, &mut self.fingers[0]),
+            _ => (&mut self.host, &mut self.fingers[1]),
+        };
+        // Of nodes with one tick, which lie on one path, the deepest is the oldest.
+        let age = |nodes: &[Node], at: u32| (nodes[at as usize].tick, Reverse(nodes[at as usize].depth));
+        let mine = age(nodes, at);
+        if ends.newest == NIL || age(nodes, ends.newest) < mine {
+            link_newest(nodes, ends, at, order_links);
+            return;
+        }
+        let (mut low, mut high, mut near) = (ends.oldest, ends.newest, *finger);
+        if nodes.get(near as usize).is_none_or(|node| node.listed != want || near == at) {
+            near = high;
+        }
+        let border = loop {
+            if age(nodes, low) > mine {
+                break nodes[low as usize].order.older;
+            }
+            low = nodes[low as usize].order.newer;
+            let next = nodes[high as usize].order.older;
+            if next == NIL || age(nodes, next) < mine {
+                break next;
+            }
+            high = next;
+            let (links, older) = (nodes[near as usize].order, age(nodes, near) < mine);
+            let next = if older { links.newer } else { links.older };
+            if next == NIL || (age(nodes, next) < mine) != older {
+                break if older { near } else { next };
+            }
+            near = next;
+        };
+        *finger = at;
+        match border {
+            NIL => link_oldest(nodes, ends, at, order_links),
+            _ => link_above(nodes, ends, at, border, order_links),
+        }
+    }
+
+    /// A node lost its last lock: it may enter an order, where its tick belongs. Mirrors do not depend on locks.
     #[inline]
     pub(super) fn unlocked(&mut self, arena: &mut Arena, at: u32) {
         let want = self.place(at, &arena.nodes[at as usize]);

@@ -109,8 +109,10 @@ impl Tree {
         let child = up.first_child;
         let low = &self.arena.nodes[child as usize];
         let held = |n: &Node| n.locks | n.pins != 0 || n.op != NIL || n.store_op != NIL;
-        // Neighbours in the list are equally old, whatever their ticks say; a heap goes by the ticks.
-        let listed = self.orders.policy.is_list() && !self.has_components() && low.listed != Listed::Nowhere;
+        // Neighbours in the list are equally old, whatever their ticks say, unless an operation gives one back that
+        // belongs between them; a heap goes by the ticks.
+        let in_list = self.orders.policy.is_list() && !self.has_components() && low.listed != Listed::Nowhere;
+        let listed = in_list && self.stats.ops == 0;
         let same_age = up.tick == low.tick || listed && low.order.newer == at;
         let alike = (up.device, up.host, up.hits, up.priority, up.reach, up.created)
             == (low.device, low.host, low.hits, low.priority, low.reach, low.created);

@@ -6,6 +6,7 @@
 use crate::base::{NamespaceId, NodeId, OpId, Tier};
 use crate::key::{Key, PageHash, hash_pages};
 
+use super::lock::Holder;
 use super::node::{NIL, ROOT, Residency};
 use super::op::OpKind;
 use super::{BackupRule, ComponentPut, StorePlan, Tree, TreeError};
@@ -149,9 +150,9 @@ impl Tree {
             at = self.arena.nodes[at as usize].parent;
         }
         self.release_spans(done.node, done.held);
-        self.unpin_path(done.node);
+        self.unpin_path(done.node, Holder::Operation);
         if done.locked {
-            self.unlock_path(done.node);
+            self.unlock_path(done.node, Holder::Operation);
         }
         Ok(marked)
     }

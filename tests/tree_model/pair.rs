@@ -575,7 +575,7 @@ impl Pair {
             self.model.mark_stored(*page, true);
         }
         self.model.release(&holds);
-        self.model.unpin(at, !self.model.backed_up_parent);
+        self.model.unpin_unused(at, !self.model.backed_up_parent);
     }
 
     fn demote(&mut self, row: Row, delete: bool) {
