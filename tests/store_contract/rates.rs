@@ -69,19 +69,27 @@ fn table(name: &str, make: fn() -> Option<Fixture>) {
             }
         }
         print!("  {:>4} KiB x {pages:>3}", len >> 10);
-        for i in 0..3 {
+        for (plain, grouped) in best[0].iter().zip(&best[1]) {
             let rate = |t: f64| (len * pages) as f64 / t / 1e9;
-            print!("   {:>6.3} {:>6.3} ({:.2})", rate(best[0][i]), rate(best[1][i]), best[0][i] / best[1][i]);
+            print!("   {:>6.3} {:>6.3} ({:.2})", rate(*plain), rate(*grouped), plain / grouped);
         }
         println!();
     }
 }
 
-#[test]
-#[ignore = "a measurement: needs a machine that does nothing else"]
-fn rates_of_groups() {
-    table("redis, socket", || crate::remote::redis_fixture(true));
-    table("redis, TCP", || crate::remote::redis_fixture(false));
-    table("S3 server", crate::remote::bucket_fixture);
-    table("mooncake", crate::contract::mooncake_large);
+macro_rules! measurements {
+    ($($name:ident: $what:literal, $make:expr;)+) => {$(
+        #[test]
+        #[ignore = "a measurement: needs a machine that does nothing else"]
+        fn $name() {
+            table($what, $make);
+        }
+    )+};
+}
+
+measurements! {
+    groups_over_redis_socket: "redis, socket", || crate::remote::redis_fixture(true);
+    groups_over_redis_tcp: "redis, TCP", || crate::remote::redis_fixture(false);
+    groups_over_s3: "S3 server", crate::remote::bucket_fixture;
+    groups_over_mooncake: "mooncake", crate::contract::mooncake_large;
 }
