@@ -199,8 +199,9 @@ impl Core {
         self.digest.mix(u64::from(done.new_pages) << 32 | u64::from(done.revived_pages));
         self.free_device(&out.returned);
         self.settle_components();
-        if let Some(node) = done.due {
-            self.write_through(node);
+        match done.due {
+            Some(node) => self.write_through(node),
+            None => self.catch_up_components(done.node),
         }
         Ok(out.returned.len() as u32)
     }

@@ -51,6 +51,20 @@ impl Backups {
 }
 
 impl Core {
+    /// Write-through: windows and states that were computed again after their node was backed up follow it to the host.
+    pub(super) fn catch_up_components(&mut self, node: NodeId) {
+        let mut plan = BackupPlan::default();
+        if !self.components.any()
+            || self.config.write.threshold() == 0
+            || self.tree.plan_component_catch_up(node, &mut plan).is_err()
+        {
+            return;
+        }
+        if !plan.copies.is_empty() {
+            self.start_backup(&mut plan, None);
+        }
+    }
+
     /// Write-through: backs up `node` and its un-backed ancestors, parents first, in one operation.
     pub(super) fn write_through(&mut self, node: NodeId) {
         let Some(mut plan) = self.plan_with_room(node) else { return };
@@ -112,6 +126,9 @@ impl Core {
             return false;
         }
         let component_pages = self.alloc_copies_that_fit(Tier::Host, &mut plan.copies);
+        if pages == 0 && component_pages.is_empty() {
+            return false;
+        }
         let full = plan.device_pages.iter().zip(&host_pages);
         let full = full.map(|(&source, &target)| PagePair { pool: PoolKind::Full, source, target });
         let copies = plan.copies.iter().zip(&component_pages);

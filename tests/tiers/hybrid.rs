@@ -128,6 +128,27 @@ fn a_lost_state_only_shortens_the_match() {
     rig.assert_quiet();
 }
 
+/// A state is computed again after its node was backed up without one: it follows to the host on its own.
+#[test]
+fn a_state_that_was_computed_again_follows_its_node_to_the_host() {
+    let mut rig = Rig::new(hybrid(config(8, 16, WT1)));
+    // Off a page border there is no state to publish.
+    let mut tokens = t("ABCD");
+    tokens.push(7);
+    rig.serve(&tokens);
+    rig.drain();
+    assert_eq!(rig.core.component_counts(Component::State, Tier::Host).cached_pages, 0);
+    rig.serve(&t("ABCD"));
+    let Pending::ToHost(_, pairs) = &rig.pending[0] else { panic!("{:?}", rig.pending) };
+    assert_eq!(pairs.iter().map(|p| p.pool).collect::<Vec<_>>(), [PoolKind::State]);
+    rig.drain();
+    flush_device(&mut rig, 8);
+    assert_eq!(found(&rig, "ABCD"), (0, 4));
+    rig.serve(&t("ABCD"));
+    rig.drain();
+    rig.assert_quiet();
+}
+
 /// A failed copy of any kind gives all of all pools back.
 #[test]
 fn a_failed_copy_gives_every_pool_back() {
