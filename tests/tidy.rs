@@ -466,6 +466,31 @@ fn what_the_pages_name_is_there() {
     assert!(faults.is_empty(), "{} faults:\n{}", faults.len(), faults.join("\n"));
 }
 
+/// Names of the rules that `sanity` looks at: literals of small letters and hyphens.
+fn rules(text: &str) -> Vec<&str> {
+    let is_rule = |name: &&str| {
+        let fits = |c: char| c == '-' || c.is_ascii_lowercase();
+        name.contains('-') && name.chars().all(fits) && !name.starts_with('-')
+    };
+    text.split('"').skip(1).step_by(2).filter(is_rule).collect()
+}
+
+#[test]
+fn every_rule_of_sanity_has_a_promise_and_the_other_way_round() {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let read = |name: &str| fs::read_to_string(package.join(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let files = ["src/tree/sanity.rs", "src/tree/component/flow.rs", "src/tiers/core.rs"].map(read);
+    let page = read("docs/INVARIANTS.md");
+    let known: Vec<&str> = files.iter().flat_map(|text| rules(text)).collect();
+    assert!(known.len() > 20, "{known:?}");
+    let unnamed: Vec<_> = known.iter().filter(|rule| !page.contains(&format!("`{rule}`"))).collect();
+    assert!(unnamed.is_empty(), "rules that docs/INVARIANTS.md does not name: {unnamed:?}");
+    let named = quoted_names(&page);
+    let quoted = format!("\"{}\"", named.iter().map(|(_, name)| *name).collect::<Vec<_>>().join("\"\""));
+    let gone: Vec<_> = rules(&quoted).into_iter().filter(|rule| !known.contains(rule)).collect();
+    assert!(gone.is_empty(), "docs/INVARIANTS.md names rules that are gone: {gone:?}");
+}
+
 #[test]
 fn what_a_page_names_wrongly_is_found() {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
