@@ -46,6 +46,7 @@ impl Core {
         let mut pages = Vec::new();
         let (found, lock, pin) = self.tree.match_and_lock(Key::new(namespace, tokens), &mut pages);
         self.release_holdings(id)?;
+        self.note_blocked(found.node);
         self.stats.matched_device_tokens += self.tokens_of(found.device_pages);
         self.stats.matched_host_tokens += self.tokens_of(found.host_pages);
         self.digest.mix(u64::from(found.device_pages) << 32 | u64::from(found.host_pages));
