@@ -123,8 +123,8 @@ fn seeds() {
         (sum.dropped_tokens, seeds / 20),
         (sum.repairs, seeds / 100),
         (sum.retreats, seeds / 100),
-        (sum.policy_changes, seeds / 2),
-        (sum.restarts, seeds / 2),
+        (sum.policy_changes, seeds / 4),
+        (sum.restarts, seeds / 4),
     ] {
         assert!(what >= least, "{sum:?}");
     }

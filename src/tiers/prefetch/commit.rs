@@ -218,7 +218,7 @@ impl Core {
     pub(super) fn unpin_anchor(&mut self, op: OpId) {
         self.prefetches.holding.remove(&op);
         let pin = self.prefetches.ops.get_mut(&op).and_then(|p| p.pin.take());
-        if pin.is_some_and(|pin| self.tree.unpin_host(pin).is_err()) {
+        if pin.is_some_and(|pin| self.tree.unpin_host_unused(pin).is_err()) {
             self.violation("the pin of an anchor is unknown");
         }
     }
