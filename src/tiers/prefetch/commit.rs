@@ -146,7 +146,8 @@ impl Core {
                 None => self.free_component(c, Tier::Host, pages),
             }
         }
-        if !self.components.any() {
+        // Not below a node that is not stored: it may be a hole, and what comes below must see it.
+        if !self.components.any() && self.tree.is_stored(anchor) == Ok(true) {
             self.mark_read_as_stored(done.node, end - stop);
         }
         done
