@@ -4,12 +4,13 @@
 //! backup lie in the tree from its start (marked pending), so there is nothing here that could leak them: the
 //! end of the operation either publishes them or gets them back.
 
-use super::action::{Action, PagePair};
+use super::action::{Action, PagePair, PoolKind};
+use super::components::pool_kind;
 use super::core::Core;
 use super::outcome::Refusal;
 use super::room::HostRoom;
 use crate::base::containers::Map;
-use crate::base::{NodeId, OpId, PageId};
+use crate::base::{NodeId, OpId, PageId, Tier};
 use crate::tree::{BackupEnd, BackupOutcome, BackupPlan, DeviceEviction};
 
 /// One backup in flight.
@@ -78,10 +79,24 @@ impl Backups {
 }
 
 impl Core {
+    /// Write-through: windows and states that were computed again after their node was backed up follow it to the host.
+    pub(super) fn catch_up_components(&mut self, node: NodeId) {
+        let mut plan = BackupPlan::default();
+        if !self.components.any()
+            || self.config.write.threshold() == 0
+            || self.tree.plan_component_catch_up(node, &mut plan).is_err()
+        {
+            return;
+        }
+        if !plan.copies.is_empty() {
+            self.start_backup(&mut plan, Why::Due);
+        }
+    }
+
     /// Write-through: backs up `node` and its un-backed ancestors, parents first, in one operation.
     pub(super) fn write_through(&mut self, node: NodeId) {
-        let Some(plan) = self.plan_with_room(node, HostRoom::Due) else { return };
-        if !self.start_backup(&plan, Why::Due) {
+        let Some(mut plan) = self.plan_with_room(node, HostRoom::Due) else { return };
+        if !self.start_backup(&mut plan, Why::Due) {
             self.refused(Refusal::NoHostPages);
         }
     }
@@ -92,7 +107,7 @@ impl Core {
             return true;
         }
         let plan = self.plan_with_room(node, HostRoom::Ahead);
-        plan.is_none_or(|plan| self.start_backup(&plan, Why::Ahead))
+        plan.is_none_or(|mut plan| self.start_backup(&mut plan, Why::Ahead))
     }
 
     /// Copies victims to the host so that they can leave; those that find no host page are dropped. Stops when what is
@@ -108,8 +123,8 @@ impl Core {
                 freed += self.drop_leaf(node, Refusal::Outlived);
                 continue;
             }
-            let Some(plan) = self.plan_with_room(node, HostRoom::Now) else { continue };
-            if !self.start_backup(&plan, Why::Victim(node)) {
+            let Some(mut plan) = self.plan_with_room(node, HostRoom::Now) else { continue };
+            if !self.start_backup(&mut plan, Why::Victim(node)) {
                 freed += self.drop_leaf(node, Refusal::NoHostPages);
             }
         }
@@ -145,21 +160,31 @@ impl Core {
     }
 
     /// False: no host pages; nothing changed.
-    fn start_backup(&mut self, plan: &BackupPlan, why: Why) -> bool {
+    fn start_backup(&mut self, plan: &mut BackupPlan, why: Why) -> bool {
         let pages = plan.device_pages.len() as u32;
         let mut host_pages: Vec<PageId> = Vec::with_capacity(pages as usize);
         if !self.host.alloc(pages, &mut host_pages) {
             return false;
         }
-        let pairs = plan
-            .device_pages
-            .iter()
-            .zip(&host_pages)
-            .map(|(&source, &target)| PagePair { source, target })
-            .collect();
+        let component_pages = self.alloc_copies_that_fit(Tier::Host, &mut plan.copies);
+        if pages == 0 && component_pages.is_empty() {
+            return false;
+        }
+        let full = plan.device_pages.iter().zip(&host_pages);
+        let full = full.map(|(&source, &target)| PagePair { pool: PoolKind::Full, source, target });
+        let copies = plan.copies.iter().zip(&component_pages);
+        let copies = copies.map(|(copy, &target)| PagePair {
+            pool: pool_kind(copy.component),
+            source: copy.source,
+            target,
+        });
+        let pairs = full.chain(copies).collect();
         let op = self.new_op();
-        if let Err((error, host_pages)) = self.tree.begin_backup(op, plan, host_pages) {
+        if let Err((error, host_pages, component_pages)) =
+            self.tree.begin_backup_with(op, plan, host_pages, component_pages)
+        {
             self.free_host(&host_pages);
+            self.free_copies(Tier::Host, &plan.copies, &component_pages);
             self.violation(&format!("a fresh backup plan was refused: {error}"));
             return false;
         }
@@ -183,6 +208,7 @@ impl Core {
         for end in ends {
             self.backup_ended(end);
         }
+        self.settle_components();
     }
 
     fn backup_ended(&mut self, end: BackupEnd) {

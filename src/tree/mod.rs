@@ -43,7 +43,7 @@ mod tests;
 mod types;
 mod walk;
 
-pub use component::{Component, ComponentCopy, ComponentPages, InsertComponents, PerComponent};
+pub use component::{Component, ComponentCopy, ComponentPages, ComponentPut, InsertComponents, PerComponent};
 pub use error::{TreeConfigError, TreeError};
 pub use event::TreeEvent;
 pub use policy::{EvictionPolicy, NodeFacts, Policy};
@@ -167,13 +167,20 @@ impl Tree {
     /// Changes the rule.
     ///
     /// # Errors
-    /// To `BackedUpParent` while a node has a host copy below a parent without one: names the node. O(nodes).
+    /// To `BackedUpParent` while a node has a host copy below a parent whose copy is not there, or awaits one below a parent
+    /// that does not: names the node. O(nodes).
     pub fn set_rule(&mut self, rule: BackupRule) -> Result<(), TreeError> {
         if rule == BackupRule::BackedUpParent {
             for at in self.arena.live().filter(|&at| at != ROOT) {
                 let node = &self.arena.nodes[at as usize];
                 let parent = &self.arena.nodes[node.parent as usize];
-                if node.host != Residency::Absent && parent.host == Residency::Absent {
+                // A parent's copy in flight may fail; what is there already can not wait for it.
+                let fits = match node.host {
+                    Residency::Absent => true,
+                    Residency::Pending => parent.host != Residency::Absent,
+                    Residency::Present => parent.host == Residency::Present,
+                };
+                if !fits {
                     return Err(TreeError::RuleNotMet(self.arena.id(at)));
                 }
             }

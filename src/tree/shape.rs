@@ -116,7 +116,11 @@ impl Tree {
         let same_age = up.tick == low.tick || listed && low.order.newer == at;
         let alike = (up.device, up.host, up.hits, up.priority, up.reach, up.created)
             == (low.device, low.host, low.hits, low.priority, low.reach, low.created);
-        if !alike || !same_age || held(up) || held(low) || !self.join_runs(at, child) {
+        if !alike || !same_age || held(up) || held(low) {
+            return;
+        }
+        // Whoever waits to write one of them to a store knows it by its id, and the other has nobody waiting.
+        if self.is_stored_at(at) != self.is_stored_at(child) || !self.join_runs(at, child) {
             return;
         }
         // The child takes the node's place in the shape. Its place in the orders is next to the node's.
