@@ -9,8 +9,10 @@ mod cache;
 mod delivery;
 mod draft;
 mod executor;
+mod group;
 mod lane;
 mod registration;
+pub mod remote;
 mod report;
 mod request;
 
@@ -19,6 +21,7 @@ pub use cache::{CacheError, FinishError, PrefixCache};
 pub use delivery::{CostModel, Delivery};
 pub use draft::{DraftPlan, DraftPlanError};
 pub use executor::BytesMoved;
+pub use group::{Member, group};
 pub use registration::{AloneVotes, RankVotes, RegistrationError};
 pub use report::{PlaneReport, StoreReport};
 pub use request::Request;
