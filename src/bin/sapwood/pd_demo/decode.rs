@@ -254,11 +254,13 @@ impl Decode {
         // Before any frame goes out: what it invites must be let in.
         while let Some(action) = self.receiver.poll_action() {
             match action {
-                Action::Allow { tag, dest } => {
+                Action::Allow { tag, dest, ring: _ } => {
                     if let Err(e) = self.target.allow(tag, spans_of(&self.layout, &dest)) {
                         eprintln!("pd-demo: {e}");
                     }
                 }
+                // No ring was published, so nothing lies in one.
+                Action::Scatter { .. } => {}
                 Action::Revoke { tag } => self.revoke(tag),
                 Action::Forget { tag } => self.target.forget(tag),
                 Action::Fence { peer, inc, attach } => {

@@ -248,6 +248,8 @@ impl Prefill {
                         eprintln!("pd-demo: cannot attach {peer:?}: {e}");
                     }
                 }
+                // Both sides have the same heads: there is nothing to pack, and no staging was asked for.
+                Action::Gather { job, .. } => self.sender.handle_gathered(now, job, false),
                 Action::Write { xfer, peer, attach, tag, copies } => {
                     if self.writer.submit(xfer, peer, attach, tag, &copies).is_err() {
                         self.sender.handle_done(now, xfer, Outcome::FailedQuiet);
