@@ -1,4 +1,5 @@
-//! Seeds of the simulated world. `SAPWOOD_SEED=n` runs that seed alone; `SAPWOOD_SEEDS=n` sets how many.
+//! Seeds of the simulated world. `SAPWOOD_SEED=n` runs that seed alone; `SAPWOOD_SEEDS=n` sets how many, and
+//! `SAPWOOD_STEPS=n` how long each lives.
 
 use sapwood::base::plant::{Plant, plant};
 use sapwood::pool::Capacity;
@@ -11,7 +12,7 @@ const STEPS: u64 = 400;
 const SEEDS: u64 = 2_000;
 
 /// Seeds that found a fault once. They run every time.
-const REGRESSIONS: &[u64] = &[];
+const REGRESSIONS: &[u64] = &[46];
 
 fn number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
@@ -81,7 +82,7 @@ fn run(seed: u64) -> Report {
     };
     let ranks = [1, 2, 4][pick(60, 3) as usize];
     let weather = if seed.is_multiple_of(3) { Weather::FAIR } else { Weather::FOUL };
-    World::new(seed, ranks, config, weather).run(STEPS)
+    World::new(seed, ranks, config, weather).run(number("SAPWOOD_STEPS").unwrap_or(STEPS))
 }
 
 #[test]
@@ -120,6 +121,7 @@ fn seeds() {
         (sum.component_pages, seeds / 10),
         (sum.dropped_tokens, seeds / 20),
         (sum.repairs, seeds / 100),
+        (sum.retreats, seeds / 100),
         (sum.policy_changes, seeds / 2),
         (sum.restarts, seeds / 2),
     ] {

@@ -10,6 +10,7 @@ mod delivery;
 mod draft;
 mod executor;
 mod lane;
+mod names;
 mod registration;
 pub mod remote;
 mod report;

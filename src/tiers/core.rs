@@ -10,6 +10,7 @@
 use super::action::{Action, Event, PoolKind};
 use super::components::{COMPONENTS, ComponentPools, pool_kind};
 use super::config::{ConfigError, CoreConfig, PrefetchPolicy, Rates, WritePolicy};
+use super::mirror::Mirrors;
 use super::oplog::{Op, OpLog};
 use super::outcome::{PageCounts, Refusal};
 use super::request::{Request, RequestId};
@@ -104,6 +105,9 @@ pub struct Core {
     pub(super) ahead_due: bool,
     /// Measured speeds.
     pub(super) rates: Rates,
+    /// Nodes used up to this tick of the tree were next in line to leave the device, at the last write-ahead.
+    pub(super) ahead_used: u64,
+    pub(super) mirrors: Mirrors,
     next_op: u64,
 }
 
@@ -139,6 +143,8 @@ impl Core {
             log: None,
             ahead_due: false,
             rates: Rates::default(),
+            ahead_used: 0,
+            mirrors: Mirrors::default(),
             next_op: 0,
         })
     }

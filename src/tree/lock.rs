@@ -140,9 +140,8 @@ impl Tree {
         let mut used = self.end_of_use(by);
         let mut at = anchor;
         loop {
+            used = self.used_until(at, used);
             let node = &mut self.arena.nodes[at as usize];
-            used = node.tick.max(used);
-            node.tick = used;
             if node.locks > 1 {
                 node.locks -= 1;
                 return self.tell_use(at, used, by, |_| true);
@@ -168,16 +167,25 @@ impl Tree {
         }
     }
 
+    /// Notes a use of a held node, unless there was a later one. Returns the last use.
+    fn used_until(&mut self, at: u32, tick: u64) -> u64 {
+        let node = &mut self.arena.nodes[at as usize];
+        if node.tick >= tick {
+            return node.tick;
+        }
+        node.tick = tick;
+        self.orders.aged(&mut self.arena, at);
+        tick
+    }
+
     /// A use has ended below `at`, which stays held. Who holds it carries the news on, later; but the order of
     /// components has the held nodes in it, so there it is told at once, to those that `counts` for. O(path) with
     /// components.
     fn tell_use(&mut self, at: u32, used: u64, by: Holder, counts: fn(&Node) -> bool) {
         let mut at = at;
         while self.has_components() && by == Holder::Request && at != ROOT {
-            let node = &mut self.arena.nodes[at as usize];
-            if counts(node) {
-                node.tick = used;
-                self.orders.rekey_components(&self.arena, at);
+            if counts(&self.arena.nodes[at as usize]) {
+                self.used_until(at, used);
             }
             at = self.arena.nodes[at as usize].parent;
         }
@@ -209,11 +217,10 @@ impl Tree {
         let mut used = self.end_of_use(by);
         let mut at = anchor;
         loop {
-            let node = &mut self.arena.nodes[at as usize];
-            if host_only(node) {
-                used = node.tick.max(used);
-                node.tick = used;
+            if host_only(&self.arena.nodes[at as usize]) {
+                used = self.used_until(at, used);
             }
+            let node = &mut self.arena.nodes[at as usize];
             node.pins -= 1;
             if node.pins > 0 {
                 return self.tell_use(at, used, by, host_only);

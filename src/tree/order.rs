@@ -32,14 +32,13 @@ pub(super) struct Orders {
     pub(super) host: Ends,
     pub(super) device_heap: IndexHeap,
     pub(super) host_heap: IndexHeap,
-    /// Nodes whose host copy could be given up: those that became so when they were freshly used at the newest end,
-    /// those that were the least recently used at the oldest.
+    /// Nodes whose host copy could be given up, by age.
     pub(super) mirrors: Ends,
     /// By component and tier: nodes that have any of it.
     pub(super) components: [[IndexHeap; 2]; COMPONENTS],
-    /// Where a node last went back to its place by age, on the device and on the host: operations end about in the order
-    /// in which they began, so the next place is near. May name anything.
-    pub(super) fingers: [u32; 2],
+    /// Where a node last went to its place by age, on the device, on the host, and among the mirrors: operations end
+    /// about in the order in which they began, so the next place is near. May name anything.
+    pub(super) fingers: [u32; 3],
     /// The tree has components; without them no call looks at `components`.
     pub(super) has_components: bool,
     /// Advances once per call; the only clock.
@@ -100,6 +99,54 @@ fn link_above(nodes: &mut [Node], ends: &mut Ends, at: u32, below: u32, links: F
     }
 }
 
+/// Links a node behind everything older. O(1) for one that was just used; else a search from both ends of the list and
+/// from the place of the last such call at once, which costs the shortest of the three ways.
+/// `is_in` says which nodes are in the list.
+fn link_by_age(
+    nodes: &mut [Node],
+    ends: &mut Ends,
+    finger: &mut u32,
+    at: u32,
+    links: Field,
+    is_in: impl Fn(&Node) -> bool,
+) {
+    // Of nodes with one tick, which lie on one path, the deepest is the oldest.
+    let age = |node: &Node| (node.tick, Reverse(node.depth));
+    let mine = age(&nodes[at as usize]);
+    let older = |nodes: &[Node], other: u32| age(&nodes[other as usize]) < mine;
+    if ends.newest == NIL || older(nodes, ends.newest) {
+        link_newest(nodes, ends, at, links);
+        return;
+    }
+    let (mut low, mut high, mut near) = (ends.oldest, ends.newest, *finger);
+    if near == at || nodes.get(near as usize).is_none_or(|node| !is_in(node)) {
+        near = high;
+    }
+    let border = loop {
+        let at_low = *links(&mut nodes[low as usize]);
+        if !older(nodes, low) {
+            break at_low.older;
+        }
+        low = at_low.newer;
+        let next = links(&mut nodes[high as usize]).older;
+        if next == NIL || older(nodes, next) {
+            break next;
+        }
+        high = next;
+        let (at_near, below) = (*links(&mut nodes[near as usize]), older(nodes, near));
+        let next = if below { at_near.newer } else { at_near.older };
+        if next == NIL || older(nodes, next) != below {
+            break if below { near } else { next };
+        }
+        near = next;
+    };
+    *finger = at;
+    match border {
+        NIL => link_oldest(nodes, ends, at, links),
+        _ => link_above(nodes, ends, at, border, links),
+    }
+}
+
 pub(super) fn facts(node: &Node) -> NodeFacts {
     NodeFacts {
         hits: node.hits,
@@ -122,7 +169,7 @@ impl Orders {
             host_heap: IndexHeap::default(),
             mirrors: Ends::EMPTY,
             components: Default::default(),
-            fingers: [NIL; 2],
+            fingers: [NIL; 3],
             has_components,
             tick: 0,
         }
@@ -160,14 +207,7 @@ impl Orders {
         if mirror != node.mirrored {
             node.mirrored = mirror;
             if mirror {
-                let tick = node.tick;
-                // What was written ahead of its eviction is old: its copy must be the last to go.
-                match self.mirrors.newest {
-                    newest if newest != NIL && tick < arena.nodes[newest as usize].tick => {
-                        link_oldest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
-                    }
-                    _ => link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links),
-                }
+                self.link_mirror(arena, at);
             } else {
                 unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
             }
@@ -189,54 +229,30 @@ impl Orders {
             return;
         }
         if self.policy.is_list() {
-            if node.tick == self.tick {
-                self.freshen_mirror(arena, at);
-            }
-            self.link_by_age(&mut arena.nodes, at, want);
+            let (ends, finger) = match want {
+                Listed::Device => (&mut self.device, &mut self.fingers[0]),
+                _ => (&mut self.host, &mut self.fingers[1]),
+            };
+            link_by_age(&mut arena.nodes, ends, finger, at, order_links, |node| node.listed == want);
         } else {
             self.rekey(arena, at);
         }
     }
 
-    /// Links a node behind everything older. O(1) for one that was just used; else a search from both ends of the order
-    /// and from the place of the last such call at once, which costs the shortest of the three ways.
-    fn link_by_age(&mut self, nodes: &mut [Node], at: u32, want: Listed) {
-        let (ends, finger) = match want {
-            Listed::Device => (&mut self.device, &mut self.fingers[0]),
-            _ => (&mut self.host, &mut self.fingers[1]),
-        };
-        // Of nodes with one tick, which lie on one path, the deepest is the oldest.
-        let age = |nodes: &[Node], at: u32| (nodes[at as usize].tick, Reverse(nodes[at as usize].depth));
-        let mine = age(nodes, at);
-        if ends.newest == NIL || age(nodes, ends.newest) < mine {
-            link_newest(nodes, ends, at, order_links);
-            return;
+    fn link_mirror(&mut self, arena: &mut Arena, at: u32) {
+        let (ends, finger) = (&mut self.mirrors, &mut self.fingers[2]);
+        link_by_age(&mut arena.nodes, ends, finger, at, mirror_links, |node| node.mirrored);
+    }
+
+    /// The tick of a held node was changed; it stands in no order, but perhaps among the mirrors and the components.
+    #[inline]
+    pub(super) fn aged(&mut self, arena: &mut Arena, at: u32) {
+        if arena.nodes[at as usize].mirrored && self.mirrors.newest != at {
+            unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+            self.link_mirror(arena, at);
         }
-        let (mut low, mut high, mut near) = (ends.oldest, ends.newest, *finger);
-        if nodes.get(near as usize).is_none_or(|node| node.listed != want || near == at) {
-            near = high;
-        }
-        let border = loop {
-            if age(nodes, low) > mine {
-                break nodes[low as usize].order.older;
-            }
-            low = nodes[low as usize].order.newer;
-            let next = nodes[high as usize].order.older;
-            if next == NIL || age(nodes, next) < mine {
-                break next;
-            }
-            high = next;
-            let (links, older) = (nodes[near as usize].order, age(nodes, near) < mine);
-            let next = if older { links.newer } else { links.older };
-            if next == NIL || (age(nodes, next) < mine) != older {
-                break if older { near } else { next };
-            }
-            near = next;
-        };
-        *finger = at;
-        match border {
-            NIL => link_oldest(nodes, ends, at, order_links),
-            _ => link_above(nodes, ends, at, border, order_links),
+        if self.has_components {
+            self.rekey_components(arena, at);
         }
     }
 
