@@ -9,18 +9,18 @@ use super::delivery::Delivery;
 use super::draft::{DraftPlan, DraftPlanError};
 use super::executor::{Bell, Executor};
 use super::lane::{LaneConfig, StoreLane};
+use super::names::store_plane;
 use super::registration::{AloneVotes, RankVotes, Registered, RegistrationError};
 use crate::backend::device::{Device, DeviceError};
 use crate::backend::host::{HostArena, MemoryError, MemoryPlan};
-use crate::backend::identity::{
-    ByteOrder, Content, Descriptor, DescriptorError, Dtype, Plane as StorePlane, Shard,
-};
+use crate::backend::identity::{ByteOrder, Content, Descriptor, DescriptorError, Dtype, Shard};
 use crate::backend::region::Sharing;
 use crate::backend::store::{ArenaNeed, Store};
 use crate::base::{PageId, Tier};
 use crate::pool::{Capacities, Capacity, Geometry, Plane, PlaneKind, PoolKind};
 use crate::tiers::{
-    ConfigError, Core, CoreConfig, PrefetchConfig, RegistrationPolicy, StoreConfig, WritePolicy,
+    Agreement, ConfigError, Core, CoreConfig, PrefetchConfig, RegistrationPolicy, Solo, StoreConfig,
+    WritePolicy,
 };
 
 /// What is stored under which name: pages of another model, revision or weights epoch can never be hit.
@@ -55,19 +55,14 @@ impl ModelIdentity {
     #[must_use]
     pub fn descriptor(&self, geometry: &Geometry, plane: &Plane) -> Descriptor {
         let row_bytes = plane.row_bytes();
-        let (store_plane, content) = match plane.kind() {
-            PlaneKind::Target => (StorePlane::Target, kv(row_bytes)),
-            PlaneKind::Draft => {
-                let window = plane.pool() == PoolKind::Window;
-                let name = if window { StorePlane::DraftWindow } else { StorePlane::Draft };
-                (name, if plane.parts() == 1 { Content::Mla { row_bytes } } else { kv(row_bytes) })
+        let content = match plane.kind() {
+            PlaneKind::Draft if plane.parts() == 1 => Content::Mla { row_bytes },
+            PlaneKind::Target | PlaneKind::Draft => kv(row_bytes),
+            PlaneKind::Latent => Content::Mla { row_bytes },
+            PlaneKind::State => Content::State { state_bytes: plane.page_bytes() },
+            PlaneKind::Index | PlaneKind::DraftIndex | PlaneKind::Scale | PlaneKind::Other(_) => {
+                Content::Rows { row_bytes }
             }
-            PlaneKind::DraftIndex => (StorePlane::DraftIndex, Content::Rows { row_bytes }),
-            PlaneKind::Latent => (StorePlane::Target, Content::Mla { row_bytes }),
-            PlaneKind::Index => (StorePlane::Index, Content::Rows { row_bytes }),
-            PlaneKind::Scale => (StorePlane::Scale, Content::Rows { row_bytes }),
-            PlaneKind::State => (StorePlane::State, Content::State { state_bytes: plane.page_bytes() }),
-            PlaneKind::Other(n) => (StorePlane::Other(u16::from(n)), Content::Rows { row_bytes }),
         };
         Descriptor {
             model: self.model.clone(),
@@ -76,7 +71,7 @@ impl ModelIdentity {
             dtype: self.dtype,
             content,
             order: ByteOrder::PageLayerKv,
-            plane: store_plane,
+            plane: store_plane(plane.kind(), plane.pool()),
             shard: self.shard,
             page_tokens: geometry.page_size_tokens(),
             layers: plane.layers(),
@@ -166,6 +161,7 @@ pub struct Builder {
     draft: Option<DraftPlan>,
     registration: RegistrationPolicy,
     votes: Box<dyn RankVotes>,
+    agreement: Box<dyn Agreement>,
     scrub: Option<Scrub>,
 }
 
@@ -199,6 +195,7 @@ impl Builder {
             draft: None,
             registration: RegistrationPolicy::default(),
             votes: Box::new(AloneVotes),
+            agreement: Box::new(Solo),
             scrub: None,
         }
     }
@@ -318,6 +315,14 @@ impl Builder {
         self
     }
 
+    /// The ranks that decide together, each with a cache of its own and a shard of the same pages; see
+    /// [`Agreement`] for what that asks of the caller, and [`group`](super::group) for the ranks of one process. Default:
+    /// none but this one.
+    pub fn agreement(mut self, member: impl Agreement + 'static) -> Self {
+        self.agreement = Box::new(member);
+        self
+    }
+
     /// Called with every page of device and host that goes back to its pool, before anything can be written to it
     /// again: the place to erase or poison. Runs on the scheduler's thread.
     pub fn on_free(mut self, scrub: impl FnMut(Tier, PageId) + Send + 'static) -> Self {
@@ -364,7 +369,7 @@ impl Builder {
         let layers = self.geometry.model_layers();
         let store = (lane, lane_config, self.votes);
         let executor = Executor::new(device, store, page_bytes, layers, self.delivery, heard);
-        Ok(PrefixCache::assemble(self.geometry, arena, core, executor, self.scrub))
+        Ok(PrefixCache::assemble(self.geometry, arena, core, executor, self.agreement, self.scrub))
     }
 
     fn core_config(&self, present: u32) -> Result<CoreConfig, BuildError> {

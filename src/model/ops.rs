@@ -79,7 +79,12 @@ impl Model {
             };
             let mine = self.ops[&op].pages.clone();
             let ruled = load || self.backed_up_parent;
-            let above = mine.first().map_or(Slot::There(0), |top| side(self, self.pages[top].parent));
+            // A load of components alone rests on the page that it is for.
+            let above = match mine.first() {
+                Some(top) => side(self, self.pages[top].parent),
+                None if load => side(self, self.ops[&op].end),
+                None => Slot::There(0),
+            };
             let publish = match above {
                 _ if !ok => false,
                 Slot::Flying { op: on, .. } if ruled => {

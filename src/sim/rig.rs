@@ -148,7 +148,12 @@ impl Rig {
 
     /// Starts a load.
     pub fn load_back(&mut self, request: RequestId) -> Result<LoadBack, CoreError> {
-        let started = self.core.load_back(request);
+        self.load_back_within(request, u32::MAX)
+    }
+
+    /// Starts a load that may take so many pages.
+    pub fn load_back_within(&mut self, request: RequestId, budget_pages: u32) -> Result<LoadBack, CoreError> {
+        let started = self.core.load_back_within(request, budget_pages);
         self.after();
         started
     }

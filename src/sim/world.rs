@@ -95,6 +95,8 @@ pub struct Report {
     pub stored_pages: u64,
     /// Pages of windows and states that prefetches brought.
     pub component_pages: u64,
+    /// Prefetches that went back to an earlier stop point.
+    pub retreats: u64,
     /// Refills that were dropped whole or in part, in tokens.
     pub dropped_tokens: u64,
     /// Refills that waited for the repair of their anchor.
@@ -114,6 +116,7 @@ impl Report {
         self.prefetched_tokens += other.prefetched_tokens;
         self.stored_pages += other.stored_pages;
         self.component_pages += other.component_pages;
+        self.retreats += other.retreats;
         self.dropped_tokens += other.dropped_tokens;
         self.repairs += other.repairs;
         self.policy_changes += other.policy_changes;
@@ -127,6 +130,7 @@ impl Report {
         self.stored_pages += stats.store_put_pages;
         self.component_pages += stats.component_prefetched_pages;
         self.repairs += stats.anchor_repairs;
+        self.retreats += stats.prefetch_retreats;
         for reason in [Refusal::AnchorNotBackedUp, Refusal::AnchorGone, Refusal::BackupInFlight] {
             self.dropped_tokens += stats.dropped_tokens.get(&reason).copied().unwrap_or(0);
         }
@@ -286,6 +290,10 @@ impl World {
         if state == Ok(PrefetchState::Pending) && self.rng.chance(95) {
             return;
         }
+        if let Ok(PrefetchState::Ended(end)) = state {
+            let ends = end.loaded_tokens + end.redundant_tokens + end.lost_tokens;
+            assert_eq!(end.hit_tokens, ends, "every token found has one end");
+        }
         if matches!(state, Ok(PrefetchState::Ended(end)) if end.lost_tokens > 0) && self.rng.chance(40) {
             let again = self.all(|rig| rig.prefetch(id, &tokens));
             self.say(format_args!("{id:?} asks the store again: {again:?}"));
@@ -294,7 +302,8 @@ impl World {
         let head = &tokens[..tokens.len() - 1];
         let found = self.all(|rig| rig.match_prefix(id, head));
         let found = found.expect("a waiting request owns nothing");
-        let load = self.all(|rig| rig.load_back(id)).expect("a fresh match");
+        let budget = if self.rng.chance(10) { self.rng.below(4) as u32 } else { u32::MAX };
+        let load = self.all(|rig| rig.load_back_within(id, budget)).expect("a fresh match");
         self.say(format_args!(
             "admit {id:?}: {} device, {} host tokens, {load:?}",
             found.device_tokens, found.host_tokens

@@ -46,6 +46,7 @@ impl Core {
         let mut pages = Vec::new();
         let (found, lock, pin) = self.tree.match_and_lock(Key::new(namespace, tokens), &mut pages);
         self.release_holdings(id)?;
+        self.note_blocked(found.node);
         self.stats.matched_device_tokens += self.tokens_of(found.device_pages);
         self.stats.matched_host_tokens += self.tokens_of(found.host_pages);
         self.digest.mix(u64::from(found.device_pages) << 32 | u64::from(found.host_pages));
@@ -109,7 +110,8 @@ impl Core {
 
     /// Publishes the whole pages of `tokens`, whose KV is written once `last_use` has passed, and moves the
     /// request's lock to their end. Pages that the tree had already go back to the pool; the table then names the
-    /// tree's. `tokens` are all tokens of the request from its first. O(tokens).
+    /// tree's. `tokens` are all tokens of the request from its first. Where there are states, the one in the request's
+    /// slot must be that at the end of `tokens`; if that is a page border, it is published too. O(tokens).
     pub fn checkpoint(
         &mut self,
         id: RequestId,
@@ -183,7 +185,11 @@ impl Core {
         let opts = InsertOpts { count_hits_from: Some(request.counted), ..InsertOpts::default() };
         let mut out = InsertOut::default();
         let pages = &request.pages[..whole as usize];
-        let done = self.tree.insert_with(key, pages, request.shared, given, opts, &mut out)?;
+        // What the request holds was compared when it was matched or published.
+        let done = match &request.lock {
+            Some(held) => self.tree.insert_from(held, key, pages, request.shared, given, opts, &mut out)?,
+            None => self.tree.insert_with(key, pages, request.shared, given, opts, &mut out)?,
+        };
         request.window.drain(..computed.min(request.window.len()));
         if state.is_some() {
             request.state = None;

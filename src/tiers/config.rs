@@ -244,6 +244,18 @@ impl CoreConfig {
         }
     }
 
+    /// Whether host copies of what lies on the device go before copies that are the only ones.
+    #[must_use]
+    pub fn prefers_sole_copies(&self) -> bool {
+        self.exclusive || self.write == WritePolicy::WriteBack
+    }
+
+    /// Whether the host tier is exclusive, and what leaves it is gone.
+    #[must_use]
+    pub fn host_copies_are_last(&self) -> bool {
+        self.exclusive && self.store.is_none() && self.write.needs_backed_parent()
+    }
+
     /// The part of it that concerns the tree.
     #[must_use]
     pub fn tree_config(&self) -> TreeConfig {

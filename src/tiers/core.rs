@@ -10,6 +10,7 @@
 use super::action::{Action, Event, PoolKind};
 use super::components::{COMPONENTS, ComponentPools, pool_kind};
 use super::config::{ConfigError, CoreConfig, PrefetchPolicy, Rates, WritePolicy};
+use super::mirror::Mirrors;
 use super::oplog::{Op, OpLog};
 use super::outcome::{PageCounts, Refusal};
 use super::request::{Request, RequestId};
@@ -102,6 +103,9 @@ pub struct Core {
     freed: Option<Vec<Freed>>,
     /// Requests have taken or let go of device pages since the last write-ahead.
     pub(super) ahead_due: bool,
+    /// Nodes used up to this tick of the tree were next in line to leave the device, at the last write-ahead.
+    pub(super) ahead_used: u64,
+    pub(super) mirrors: Mirrors,
     /// Measured speeds.
     pub(super) rates: Rates,
     next_op: u64,
@@ -138,6 +142,8 @@ impl Core {
             freed: None,
             log: None,
             ahead_due: false,
+            ahead_used: 0,
+            mirrors: Mirrors::default(),
             rates: Rates::default(),
             next_op: 0,
         })

@@ -235,8 +235,9 @@ impl Core {
         };
         self.digest.mix(end.op.0);
         let failed = match end.outcome {
-            LoadOutcome::Published { .. } => {
+            LoadOutcome::Published { nodes } => {
                 self.stats.loaded_pages += u64::from(load.pages);
+                nodes.into_iter().for_each(|node| self.note_blocked(node));
                 false
             }
             LoadOutcome::Failed { returned } => {

@@ -10,6 +10,7 @@ mod components;
 pub mod config;
 pub mod core;
 mod load;
+mod mirror;
 pub mod oplog;
 pub mod outcome;
 mod prefetch;

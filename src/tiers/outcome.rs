@@ -50,6 +50,9 @@ pub enum Refusal {
     Aborted,
     /// Evicted from the device without a host copy, as the write policy has it.
     NotBackedUp,
+    /// Evicted from the device without a host copy: what it hangs under was used since and would need more host pages
+    /// than it is worth.
+    Outlived,
     /// Evicted from the host.
     HostEvicted,
 }
@@ -81,6 +84,7 @@ impl Refusal {
             Refusal::OutOfTime => "out_of_time",
             Refusal::Aborted => "aborted",
             Refusal::NotBackedUp => "not_backed_up",
+            Refusal::Outlived => "outlived",
             Refusal::HostEvicted => "host_evicted",
         }
     }

@@ -36,6 +36,8 @@ pub struct Stats {
     pub component_evicted_pages: u64,
     /// Pages of windows and states that found no host page when their prefix was backed up.
     pub component_unsaved_pages: u64,
+    /// Prefetches that went back to an earlier stop point because something could not be read.
+    pub prefetch_retreats: u64,
     /// Pages of windows and states that prefetches brought to the host.
     pub component_prefetched_pages: u64,
     /// Pages written to the store.

@@ -305,6 +305,14 @@ impl Tree {
         Ok(if there { self.arena.pages(node.index, Tier::Host) } else { &[] })
     }
 
+    /// Tick of the last use of a node: greater is later, and nothing else follows from it.
+    ///
+    /// # Errors
+    /// Unknown node.
+    pub fn last_used(&self, node: NodeId) -> Result<u64, TreeError> {
+        Ok(self.arena.nodes[self.slot(node)? as usize].tick)
+    }
+
     /// True for the root and for nodes with a published host copy.
     ///
     /// # Errors

@@ -343,7 +343,7 @@ fn a_split_keeps_the_deep_id_and_every_hold() {
     assert_eq!((rig.tree.node_pages(found.node), rig.tree.node_pages(node)), (Ok(2), Ok(4)));
     rig.check();
     assert_eq!(rig.evict(6).freed_device.len(), 0);
-    assert_eq!(rig.tree.reclaim_mirrors(6, &mut Vec::new()), HostEviction::default());
+    assert_eq!(rig.tree.reclaim_mirrors(6, 0, &mut Vec::new()), HostEviction::default());
     rig.tree.unlock(lock).unwrap();
     rig.check();
     assert_eq!(rig.evict(6).demoted_pages, 6);
@@ -730,7 +730,7 @@ fn random_run(seed: u64, config: TreeConfig, steps: u32) {
                 if random(2) == 0 {
                     rig.tree.evict_host(random(6) as u32, &mut freed);
                 } else {
-                    rig.tree.reclaim_mirrors(random(4) as u32, &mut freed);
+                    rig.tree.reclaim_mirrors(random(4) as u32, 0, &mut freed);
                 }
                 rig.free_host(&freed);
             }

@@ -6,6 +6,7 @@ mod crash;
 mod doctor;
 #[cfg(any(feature = "redis", feature = "object", feature = "mooncake"))]
 mod kit;
+mod pd_demo;
 #[cfg(any(feature = "redis", feature = "object", feature = "mooncake"))]
 mod remote;
 mod replay;

@@ -12,19 +12,31 @@ use crate::{Rng, seed};
 fn random_instances_match_the_labelled_element_oracle() {
     let seed = seed(0x5A9);
     let cases: u64 = std::env::var("SAPWOOD_PLAN_CASES").ok().and_then(|s| s.parse().ok()).unwrap_or(20_000);
-    let mut elements = 0;
-    let (mut mismatched_tp, mut mismatched_pp, mut drafts) = (0u64, 0u64, 0u64);
-    for i in 0..cases {
-        let mut rng = Rng(seed.wrapping_add(i.wrapping_mul(0x1_0001)));
-        let case = random_case(&mut rng);
-        mismatched_tp += u64::from(case.p.topo.tp != case.d.topo.tp);
-        mismatched_pp += u64::from(case.p.topo.stage_layers != case.d.topo.stage_layers);
-        drafts += u64::from(case.p.buffers.len() != case.d.buffers.len());
-        match check(&case, &mut rng) {
-            Ok(n) => elements += n,
-            Err(e) => panic!("case {i} of seed {seed}: {e}\n{case:#?}"),
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get() as u64);
+    let share = |t: u64| {
+        let mut sums = [0u64; 4];
+        for i in (t..cases).step_by(threads as usize) {
+            let mut rng = Rng(seed.wrapping_add(i.wrapping_mul(0x1_0001)));
+            let case = random_case(&mut rng);
+            sums[1] += u64::from(case.p.topo.tp != case.d.topo.tp);
+            sums[2] += u64::from(case.p.topo.stage_layers != case.d.topo.stage_layers);
+            sums[3] += u64::from(case.p.buffers.len() != case.d.buffers.len());
+            match check(&case, &mut rng) {
+                Ok(n) => sums[0] += n,
+                Err(e) => panic!("case {i} of seed {seed}: {e}\n{case:#?}"),
+            }
         }
-    }
+        sums
+    };
+    let mut sums = [0u64; 4];
+    std::thread::scope(|scope| {
+        let all: Vec<_> = (0..threads).map(|t| scope.spawn(move || share(t))).collect();
+        for t in all {
+            let part = t.join().expect("a case failed; it is printed above");
+            sums.iter_mut().zip(part).for_each(|(a, b)| *a += b);
+        }
+    });
+    let [elements, mismatched_tp, mismatched_pp, drafts] = sums;
     println!(
         "{cases} cases, {elements} elements; tp differs {mismatched_tp}, pp {mismatched_pp}, draft {drafts}"
     );

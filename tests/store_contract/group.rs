@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use sapwood::backend::identity::{LINKS, NamespaceDigest, Space, StoreKey};
 use sapwood::backend::store::fault::{Fault, Faulty, When};
-use sapwood::backend::store::group::Grouped;
+use sapwood::backend::store::group::{Grouped, Names};
 use sapwood::backend::store::mem::MemStore;
 use sapwood::backend::store::stats::OpKind;
 use sapwood::backend::store::{Call, Item, Outcome, Span, Store, TransportCause};
@@ -34,6 +34,11 @@ fn process(inner: &Inner) -> Grouped<Inner> {
 
 fn items(a: &Arena, pages: impl IntoIterator<Item = u64>) -> Vec<Item> {
     pages.into_iter().enumerate().map(|(i, n)| item(n, a.span(i * LEN, LEN))).collect()
+}
+
+/// Fewer steps for a store that takes 40 ms a request.
+fn steps(inner: &Inner, n: usize) -> usize {
+    if inner.caps().name == "object" { n / 6 } else { n }
 }
 
 /// Puts pages in one batch.
@@ -285,7 +290,7 @@ fn agrees_with_a_map(inner: &Inner) {
     let mut rng = Rng::seeded(0x6E0C);
     let mut store = process(inner);
     let mut there: BTreeMap<u64, ()> = BTreeMap::new();
-    for step in 0..120 {
+    for step in 0..steps(inner, 120) {
         if rng.below(6) == 0 {
             store = process(inner);
         }
@@ -321,7 +326,7 @@ fn threads_never_see_a_wrong_byte(inner: &Inner) {
             let store = &stores[t % 2];
             s.spawn(move || {
                 let mut rng = Rng::seeded(41 + t as u64);
-                for _ in 0..25 {
+                for _ in 0..steps(inner, 24) {
                     let first = rng.below(6) as u64;
                     let pages = first..first + 2 + rng.below(5) as u64;
                     let fine = |o: &Outcome| matches!(o, Outcome::Ok(LEN) | Outcome::Missing);
@@ -339,7 +344,10 @@ fn threads_never_see_a_wrong_byte(inner: &Inner) {
 }
 
 macro_rules! over {
-    ($($name:ident: $make:expr;)+) => {$(
+    (@with $($test:ident)+; $($name:ident: $make:expr;)+) => {
+        over! { @each [$($test)+] $($name: $make;)+ }
+    };
+    (@each $tests:tt $($name:ident: $make:expr;)+) => {$(
         mod $name {
             use super::*;
 
@@ -350,17 +358,10 @@ macro_rules! over {
                 }
             }
 
-            over!(@tests
-                pages_come_back_one_by_one_in_any_order_after_a_restart groups_are_as_large_as_their_pages_allow
-                what_is_there_is_not_put_again_and_fills_no_gap_of_another a_link_that_is_gone_costs_its_page_only
-                a_group_that_is_gone_costs_its_pages_and_can_be_put_again
-                a_page_that_moved_to_another_group_is_found_by_who_remembers_the_old_one
-                removing_takes_one_page_and_the_last_takes_the_group
-                clearing_takes_links_and_groups_of_one_namespace planes_that_alternate_have_groups_of_their_own
-                lengths_pieces_and_pages_asked_for_twice agrees_with_a_map threads_never_see_a_wrong_byte);
+            over!(@tests $tests);
         }
     )+};
-    (@tests $($test:ident)+) => {$(
+    (@tests [$($test:ident)+]) => {$(
         #[test]
         fn $test() {
             with(super::$test);
@@ -368,12 +369,137 @@ macro_rules! over {
     )+};
 }
 
-over! {
+over! { @with
+                pages_come_back_one_by_one_in_any_order_after_a_restart groups_are_as_large_as_their_pages_allow
+                what_is_there_is_not_put_again_and_fills_no_gap_of_another a_link_that_is_gone_costs_its_page_only
+                a_group_that_is_gone_costs_its_pages_and_can_be_put_again
+                a_page_that_moved_to_another_group_is_found_by_who_remembers_the_old_one
+                removing_takes_one_page_and_the_last_takes_the_group
+                clearing_takes_links_and_groups_of_one_namespace planes_that_alternate_have_groups_of_their_own
+                lengths_pieces_and_pages_asked_for_twice agrees_with_a_map threads_never_see_a_wrong_byte;
     mem: Some(Fixture::new(MemStore::new(64 << 20)));
     files: Some(crate::contract::file(|_| {}));
     redis: crate::remote::redis_fixture(true);
     bucket: crate::remote::bucket_fixture();
     mooncake: crate::contract::mooncake();
+}
+
+/// Another process that leaves a link for the first page of a group only.
+fn sparing(inner: &Inner) -> Grouped<Inner> {
+    process(inner).with_names(Names::FirstPage)
+}
+
+fn chains_are_found_from_their_beginning_after_a_restart(inner: &Inner) {
+    assert_eq!(put(&sparing(inner), 0..40), [OK; 40]);
+    let after = sparing(inner);
+    assert_eq!(query(&after, 0..45), [vec![OK; 40], vec![GONE; 5]].concat());
+    assert_eq!(got(&after, 0..40), [OK; 40]);
+    assert_eq!(got(&after, [17, 39, 3]), [OK; 3]);
+    // At once, and with every page asked for.
+    assert_eq!(got(&sparing(inner), (0..45).rev()), [vec![GONE; 5], vec![OK; 40]].concat());
+    // A branch: the first pages of a chain, then others.
+    let branch = sparing(inner);
+    assert_eq!(put(&branch, (0..15).chain(100..110)), [OK; 25]);
+    assert_eq!(branch.stats().put_present_total - inner.stats().put_present_total, 15);
+    assert_eq!(got(&sparing(inner), (0..15).chain(100..110)), [OK; 25]);
+}
+
+fn a_page_in_the_middle_is_found_by_who_has_met_the_first(inner: &Inner) {
+    assert_eq!(put(&sparing(inner), 0..12), [OK; 12]);
+    let stranger = sparing(inner);
+    assert_eq!((got(&stranger, [5]), query(&stranger, 5..6)), (vec![GONE], vec![GONE]));
+    assert_eq!(query(&stranger, 0..1), [OK]);
+    assert_eq!((got(&stranger, [5]), query(&stranger, 5..6)), (vec![OK], vec![OK]));
+    // Who misses it puts it again, and then has it twice.
+    let other = sparing(inner);
+    assert_eq!(put(&other, 5..9), [OK; 4]);
+    assert_eq!(got(&other, 5..9), [OK; 4]);
+    assert_eq!(got(&sparing(inner), 0..12), [OK; 12]);
+    assert_eq!(got(&sparing(inner), 5..9), [OK; 4]);
+}
+
+fn a_group_without_its_link_or_without_its_bytes_can_be_put_again(inner: &Inner) {
+    let before = sparing(inner);
+    assert_eq!(put(&before, 0..24), [OK; 24]);
+    let want = [vec![GONE; 12], vec![OK; 12]].concat();
+    for what in [key(0), group_of(inner, 0, GROUP)] {
+        assert!(inner.remove(&[what], &call())[0].is_ok());
+        let after = sparing(inner);
+        assert_eq!(got(&after, 0..24), want);
+        assert_eq!(query(&after, 0..24), want);
+        assert_eq!(put(&after, 0..24), [OK; 24]);
+        for store in [&after, &before, &sparing(inner)] {
+            assert_eq!(got(store, 0..24), [OK; 24]);
+            assert_eq!(query(store, 0..24), [OK; 24]);
+        }
+    }
+}
+
+fn removing_a_page_takes_its_group(inner: &Inner) {
+    let store = sparing(inner);
+    assert_eq!(put(&store, (0..24).chain([50])), [OK; 25]);
+    assert_eq!(store.remove(&[key(3), key(4), key(50), key(99)], &call()), [OK, OK, OK, GONE]);
+    for store in [&store, &sparing(inner)] {
+        assert_eq!(got(store, 0..24), [vec![GONE; 12], vec![OK; 12]].concat());
+        assert_eq!(query(store, 50..51), [GONE]);
+    }
+    assert_eq!(put(&store, 0..24), [OK; 24]);
+    // The two kinds of links read each other.
+    assert_eq!(got(&process(inner), [0, 12]), [OK; 2]);
+    assert_eq!(put(&process(inner), 60..72), [OK; 12]);
+    let reader = sparing(inner);
+    assert_eq!(got(&reader, [65]), [OK]);
+    assert_eq!(reader.remove(&[key(65)], &call()), [OK]);
+    assert_eq!(got(&process(inner), 60..72), [GONE; 12]);
+}
+
+/// Whatever is found has the right bytes, and what one process put it finds, until somebody removes it.
+fn random_batches_of_several_processes(inner: &Inner) {
+    let mut rng = Rng::seeded(0xF125);
+    let stores = [sparing(inner), process(inner), sparing(inner)];
+    let mut there: BTreeMap<u64, ()> = BTreeMap::new();
+    for step in 0..steps(inner, 90) {
+        let store = &stores[rng.below(3)];
+        let (first, n) = (rng.below(30) as u64, 1 + rng.below(16) as u64);
+        match rng.below(6) {
+            0..3 => {
+                assert_eq!(put(store, first..first + n), vec![OK; n as usize], "step {step}");
+                assert_eq!(got(store, first..first + n), vec![OK; n as usize], "step {step}");
+                there.extend((first..first + n).map(|n| (n, ())));
+            }
+            3..5 => {
+                for (n, outcome) in (first..first + n).zip(got(store, first..first + n)) {
+                    assert!(outcome == GONE || outcome == OK && there.contains_key(&n), "step {step}: {n}");
+                }
+            }
+            _ => {
+                let keys: Vec<_> = (0..46).map(key).collect();
+                for store in &stores {
+                    let out = store.remove(&keys, &call());
+                    assert!(out.iter().all(|o| matches!(o, Outcome::Ok(_) | Outcome::Missing)), "{out:?}");
+                }
+                let left = got(&sparing(inner), 0..46);
+                assert!(left.iter().all(|o| *o == GONE), "step {step}: {left:?}");
+                there.clear();
+            }
+        }
+    }
+}
+
+mod sparing_names {
+    use super::*;
+
+    over! { @with
+        chains_are_found_from_their_beginning_after_a_restart
+        a_page_in_the_middle_is_found_by_who_has_met_the_first
+        a_group_without_its_link_or_without_its_bytes_can_be_put_again
+        removing_a_page_takes_its_group random_batches_of_several_processes;
+        mem: Some(Fixture::new(MemStore::new(64 << 20)));
+        files: Some(crate::contract::file(|_| {}));
+        redis: crate::remote::redis_fixture(true);
+        bucket: crate::remote::bucket_fixture();
+        mooncake: crate::contract::mooncake();
+    }
 }
 
 /// A group in memory, whose bytes a test can reach.

@@ -5,8 +5,8 @@ use sapwood::base::{NamespaceId, Tier};
 use sapwood::pool::Capacity;
 use sapwood::sim::{Call, Pending, Rig};
 use sapwood::tiers::{
-    Alloc, CoreConfig, LoadBack, PageOutcome, PoolKind, Prefetch, PrefetchEnd, PrefetchPolicy, PrefetchState,
-    Refusal, RequestId, StateConfig, Votes, WindowConfig, WritePolicy,
+    Alloc, CoreConfig, LoadBack, LoadState, PageOutcome, PoolKind, Prefetch, PrefetchEnd, PrefetchPolicy,
+    PrefetchState, Refusal, RequestId, StateConfig, Votes, WindowConfig, WritePolicy,
 };
 use sapwood::tree::Component;
 
@@ -48,12 +48,12 @@ fn ended(rig: &mut Rig, request: RequestId) -> PrefetchEnd {
     }
 }
 
-/// What the read in flight asks for, by pool and place.
-fn asked(rig: &Rig) -> Vec<(PoolKind, usize)> {
+/// The pools that the reads in flight ask for.
+fn asked(rig: &Rig) -> Vec<PoolKind> {
     rig.pending
         .iter()
         .flat_map(|p| if let Pending::Get(_, _, items) = p { items.clone() } else { Vec::new() })
-        .map(|item| (item.pool, item.host_page.0 as usize))
+        .map(|item| item.pool)
         .collect()
 }
 
@@ -109,6 +109,38 @@ fn a_state_alone_is_loaded_back() {
     rig.abort(request).unwrap();
     rig.abort(crowd[0]).unwrap();
     rig.assert_quiet();
+}
+
+/// One request loads a prompt, another one its beginning, for which only the window is missing. The window arrives before the
+/// pages it belongs to: it has to wait for them.
+#[test]
+fn a_window_that_arrives_before_its_pages_waits_for_them() {
+    for pages_come in [true, false] {
+        let mut windowed = hybrid(config(12, 16, WT1));
+        windowed.state = None;
+        let mut rig = Rig::new(windowed);
+        rig.serve(&t("ABCD"));
+        rig.drain();
+        flush_device(&mut rig, 12);
+        let (long, short) = (rig.request(), rig.request());
+        rig.match_prefix(long, &t("ABCD")).unwrap();
+        assert_eq!(rig.load_back(long), Ok(LoadBack::Started { tokens: 16 }));
+        rig.match_prefix(short, &t("AB")).unwrap();
+        assert_eq!(rig.load_back(short), Ok(LoadBack::Started { tokens: 8 }));
+        let Pending::ToDevice(_, pairs) = &rig.pending[1] else { panic!("{:?}", rig.pending) };
+        assert!(pairs.iter().all(|p| p.pool == PoolKind::Window), "{pairs:?}");
+        rig.complete(1, &Call::Well);
+        rig.complete(0, if pages_come { &Call::Well } else { &Call::Fails });
+        if pages_come {
+            rig.verify(short, &t("AB"));
+            rig.verify(long, &t("ABCD"));
+        }
+        let state = if pages_come { LoadState::Ready } else { LoadState::Failed };
+        assert_eq!(rig.core.load_state(short), Ok(state));
+        rig.abort(short).unwrap();
+        rig.abort(long).unwrap();
+        rig.assert_quiet();
+    }
 }
 
 /// Without a host slot the state is lost with the device copy: the match is cut, nothing is wrong, nothing leaks.
@@ -381,7 +413,8 @@ fn ranks_meet_at_a_stop_point_of_both() {
     votes.settle(&mut agreed);
     for (rig, request) in ranks.iter_mut().zip(requests) {
         rig.feed(agreed[0].clone());
-        assert_eq!(asked(rig).len(), 4, "two pages, and their window; the state comes next");
+        let pools = [PoolKind::Full, PoolKind::Full, PoolKind::Window, PoolKind::Window];
+        assert_eq!(asked(rig), pools, "the state comes when the window of batches moves on");
         rig.drain();
         assert_eq!(ended(rig, request).loaded_tokens, 8);
         rig.abort(request).unwrap();

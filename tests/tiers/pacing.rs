@@ -168,9 +168,9 @@ fn a_load_keeps_within_the_budget_of_its_request() {
     rig.abort(flush).unwrap();
     let request = rig.request();
     assert_eq!(rig.match_prefix(request, &t("ABCD")).unwrap().host_tokens, 16);
-    assert_eq!(rig.core.load_back_within(request, 3), Ok(LoadBack::Refused(Refusal::OverBudget)));
+    assert_eq!(rig.load_back_within(request, 3), Ok(LoadBack::Refused(Refusal::OverBudget)));
     rig.check();
-    assert_eq!(rig.core.load_back_within(request, 4), Ok(LoadBack::Started { tokens: 16 }));
+    assert_eq!(rig.load_back_within(request, 4), Ok(LoadBack::Started { tokens: 16 }));
     rig.abort(request).unwrap();
     rig.complete(0, &Call::Fails);
     rig.assert_quiet();

@@ -299,7 +299,7 @@ impl Pair {
 
     fn reclaim(&mut self, want: u32) {
         let mut freed = Vec::new();
-        self.tree.reclaim_mirrors(want, &mut freed);
+        self.tree.reclaim_mirrors(want, 0, &mut freed);
         self.host.free(&freed).unwrap();
         let mut left = ids(&freed);
         while !left.is_empty() {

@@ -262,6 +262,7 @@ impl Core {
         let Some(p) = self.prefetches.ops.get(&op) else { return };
         let stop = self.present_stop(op, p.completed());
         if stop > self.read_stop(op) && self.want_components(op, stop) {
+            self.stats.prefetch_retreats += 1;
             return self.read_more(op);
         }
         self.commit_prefetch(op, None);

@@ -83,7 +83,8 @@ impl<S: Store> Grouped<S> {
             let mut index = locked(&self.index);
             for &i in todo {
                 let item = &items[i];
-                let remembered = index.get(&item.key).and_then(|g| Some((g.position(&item.key)?, g)));
+                let remembered =
+                    index.get(&item.key, self.trust()).and_then(|g| Some((g.position(&item.key)?, g)));
                 match remembered {
                     Some((at, group)) if trusting && group.is(at, item) => plan.add(i, group, at, true),
                     None if !self.may_be_linked(item.len()) => plan.plain.push(i),

@@ -9,6 +9,13 @@ use crate::base::containers::Map;
 /// Entries of a generation. An entry takes about 100 bytes with its share of the group.
 const ENTRIES_MAX: usize = 1 << 18;
 
+/// Whose word is enough.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Trust {
+    OwnLink,
+    Neighbours,
+}
+
 #[derive(Clone, Debug)]
 struct Entry {
     group: Arc<Group>,
@@ -38,9 +45,9 @@ impl Index {
         self.young.insert(key, entry);
     }
 
-    /// The group of a page whose link was seen.
-    pub(super) fn get(&mut self, key: &StoreKey) -> Option<Arc<Group>> {
-        self.entry(key).filter(|e| e.seen).map(|e| Arc::clone(&e.group))
+    /// The group of a page: as its own link says, or also as that of a neighbour does.
+    pub(super) fn get(&mut self, key: &StoreKey, trust: Trust) -> Option<Arc<Group>> {
+        self.entry(key).filter(|e| e.seen || trust == Trust::Neighbours).map(|e| Arc::clone(&e.group))
     }
 
     /// The group of a page under whose name lies something of the length of a link.

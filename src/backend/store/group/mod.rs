@@ -16,6 +16,10 @@
 //! - A damaged group costs all its pages.
 //!
 //! Pages that are large enough pass unchanged, so the wrapper costs them nothing.
+//!
+//! A link a page costs as many objects as there were pages. [`Names::FirstPage`] saves them: only the first page of a
+//! group leaves a link, and its neighbours are found by whoever has read it. Whoever asks for chains of pages from their
+//! beginning, as a prefix cache does, loses nothing; who asks a new process for a page in the middle alone misses it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
@@ -26,7 +30,7 @@ mod index;
 mod link;
 mod put;
 
-use self::index::Index;
+use self::index::{Index, Trust};
 use self::link::Group;
 use super::batch::{Call, Item, Outcome};
 use super::gate::locked;
@@ -41,11 +45,23 @@ use crate::base::containers::Map;
 /// Objects smaller than this are not worth grouping up to: a link has up to 2640 bytes.
 const OBJECT_BYTES_MIN: usize = 8 << 10;
 
+/// Which pages of a group leave a link.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Names {
+    /// All: each is found by its own name, alone, by any process.
+    #[default]
+    EveryPage,
+    /// The first: the others are found by a process that has met it, in the same batch or before, or that has put them.
+    /// Removing one page removes its group.
+    FirstPage,
+}
+
 /// A store whose small pages lie in groups. See the [module](self).
 #[derive(Debug)]
 pub struct Grouped<S: Store> {
     inner: Arc<S>,
     object_bytes: usize,
+    names: Names,
     stages: Stages<S>,
     /// Memory of the callers, under the tokens of the inner store.
     regions: Regions,
@@ -88,6 +104,7 @@ impl<S: Store> Grouped<S> {
         let largest = inner.caps().object_bytes_max / 2;
         Grouped {
             object_bytes: object_bytes.max(OBJECT_BYTES_MIN).min(largest),
+            names: Names::default(),
             stages: Stages::new(Arc::clone(&inner)),
             regions: Regions::default(),
             index: Mutex::default(),
@@ -96,6 +113,20 @@ impl<S: Store> Grouped<S> {
             counters: Counters::default(),
             closed: AtomicBool::new(false),
             inner,
+        }
+    }
+
+    /// The same with other links. Processes that share a store may differ in it: one that looks for a link a page misses
+    /// the pages of one that leaves fewer.
+    #[must_use]
+    pub fn with_names(self, names: Names) -> Grouped<S> {
+        Grouped { names, ..self }
+    }
+
+    fn trust(&self) -> Trust {
+        match self.names {
+            Names::EveryPage => Trust::OwnLink,
+            Names::FirstPage => Trust::Neighbours,
         }
     }
 
@@ -168,7 +199,7 @@ impl<S: Store> Grouped<S> {
                         Found::Plain(n)
                     }
                     other => {
-                        if other.is_miss() {
+                        if other.is_miss() && self.names == Names::EveryPage {
                             index.forget(key);
                         }
                         Found::Not(other)
@@ -179,9 +210,10 @@ impl<S: Store> Grouped<S> {
         found.resize(keys.len(), Found::Not(Outcome::Missing));
         // Neighbours tell about each other: the first says how many do, then one link of every so many is read, then
         // what is still unknown.
-        let mut step = match self.stride.load(Relaxed) {
-            0 => usize::MAX,
-            known => known as usize,
+        let mut step = match (self.names, self.stride.load(Relaxed)) {
+            (Names::FirstPage, _) => 1,
+            (Names::EveryPage, 0) => usize::MAX,
+            (Names::EveryPage, known) => known as usize,
         };
         while !unread.is_empty() {
             let now: Vec<(usize, usize)> = unread.iter().copied().step_by(step).collect();
@@ -199,6 +231,18 @@ impl<S: Store> Grouped<S> {
                 usize::MAX => (self.stride.load(Relaxed) as usize).max(1),
                 _ => 1,
             };
+        }
+        if self.names == Names::FirstPage {
+            // What has no name of its own may be a neighbour of what has.
+            let mut index = locked(&self.index);
+            for (key, f) in keys.iter().zip(&mut found) {
+                if matches!(f, Found::Not(Outcome::Missing))
+                    && let Some(group) = index.get(key, Trust::Neighbours)
+                    && let Some(at) = group.position(key)
+                {
+                    *f = Found::Linked(group, at);
+                }
+            }
         }
         found
     }
@@ -307,6 +351,10 @@ impl<S: Store> Grouped<S> {
                 },
             })
             .collect();
+        if self.names == Names::FirstPage {
+            self.remove_groups(keys, &found, call, &mut out);
+            return out;
+        }
         let named: Vec<usize> =
             (0..keys.len()).filter(|&i| !matches!(found[i], Found::Not(_) | Found::Moved)).collect();
         let names: Vec<StoreKey> = named.iter().map(|&i| keys[i]).collect();
@@ -322,6 +370,34 @@ impl<S: Store> Grouped<S> {
         }
         self.release(left, call);
         out
+    }
+
+    /// Removes pages by themselves, and the groups of the others with the links to them.
+    fn remove_groups(&self, keys: &[StoreKey], found: &[Found], call: &Call, out: &mut [Outcome]) {
+        let mut groups: Map<StoreKey, Arc<Group>> = Map::default();
+        let mut names = Vec::new();
+        for (i, f) in found.iter().enumerate() {
+            match f {
+                Found::Linked(group, _) => {
+                    groups.insert(group.key, Arc::clone(group));
+                }
+                Found::Plain(_) => names.push(i),
+                Found::Not(_) | Found::Moved => {}
+            }
+        }
+        let plain: Vec<StoreKey> = names.iter().map(|&i| keys[i]).collect();
+        for (i, outcome) in names.into_iter().zip(self.inner.remove(&plain, call)) {
+            if !outcome.is_ok() {
+                out[i] = outcome;
+            }
+        }
+        for group in groups.values() {
+            locked(&self.index).forget_group(group);
+            // Where every page has left a link, all of them go.
+            let members: Vec<StoreKey> = group.members.iter().map(|m| m.key).collect();
+            let _ = self.inner.remove(&[group.key], call);
+            let _ = self.inner.remove(&members, call);
+        }
     }
 
     /// Removes groups that no link leads to any more. A group that stays by mistake is found again under its name by

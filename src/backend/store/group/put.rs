@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::link::{self, Group, Member};
-use super::{Found, Grouped};
+use super::{Found, Grouped, Names};
 use crate::backend::identity::{Space, StoreKey};
 use crate::backend::store::Store;
 use crate::backend::store::batch::{Call, Item, Outcome};
@@ -196,6 +196,10 @@ impl<S: Store> Grouped<S> {
             return;
         }
         let pages = || groups.iter().flat_map(|(group, pages)| pages.iter().map(move |&i| (*group, i)));
+        let named = match self.names {
+            Names::EveryPage => usize::MAX,
+            Names::FirstPage => 1,
+        };
         let total = groups.iter().map(|(g, _)| g.link_bytes()).sum();
         let stage = match self.stages.take(total) {
             Ok(stage) => stage,
@@ -207,23 +211,30 @@ impl<S: Store> Grouped<S> {
             if let Ok(held) = stage.held(at, group.link_bytes()) {
                 held.fill(0, &group.link());
             }
-            batch.extend(pages.iter().map(|&i| Item {
+            batch.extend(pages.iter().take(named).map(|&i| Item {
                 key: items[i].key,
                 space: link::space(),
                 spans: [span].into_iter().collect(),
             }));
             at += group.link_bytes();
         }
-        let outcomes = self.inner.put(&batch, call);
+        let mut outcomes = self.inner.put(&batch, call).into_iter();
         let mut index = locked(&self.index);
-        for ((group, i), outcome) in pages().zip(outcomes) {
-            out[i] = match outcome {
-                Outcome::Ok(_) => {
-                    index.set(items[i].key, group);
-                    Outcome::Ok(items[i].len())
+        for (group, pages) in groups {
+            let mut outcome = Outcome::Missing;
+            for (n, &i) in pages.iter().enumerate() {
+                // A page without a link of its own shares the fate of the first.
+                if n < named {
+                    outcome = outcomes.next().unwrap_or(Outcome::Missing);
                 }
-                other => other,
-            };
+                out[i] = match outcome {
+                    Outcome::Ok(_) => {
+                        index.set(items[i].key, group);
+                        Outcome::Ok(items[i].len())
+                    }
+                    other => other,
+                };
+            }
         }
         drop(index);
         self.stages.give_back(stage);

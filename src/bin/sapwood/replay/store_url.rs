@@ -105,9 +105,11 @@ fn s3(rest: &str) -> Result<StoreUrl, BadUrl> {
 
 #[cfg(feature = "mooncake")]
 fn open_mooncake(address: SocketAddr) -> Result<Arc<dyn Store>, ServiceError> {
-    use sapwood::backend::store::group::Grouped;
+    use sapwood::backend::store::group::{Grouped, Names};
     use sapwood::backend::store::mooncake::{MooncakeConfig, MooncakeStore};
-    Ok(Arc::new(Grouped::new(MooncakeStore::open(MooncakeConfig::at(address))?)))
+    let store = MooncakeStore::open(MooncakeConfig::at(address))?;
+    // The cache asks for chains of pages from where it knows them, so a link for the first of a group is enough.
+    Ok(Arc::new(Grouped::new(store).with_names(Names::FirstPage)))
 }
 
 #[cfg(not(feature = "mooncake"))]
@@ -143,6 +145,7 @@ fn open_s3(url: &StoreUrl) -> Result<Arc<dyn Store>, ServiceError> {
         config.region = region.clone().unwrap_or(config.region);
         config.prefix = prefix.clone().unwrap_or(config.prefix);
     }
+    // A request for a name that is not there is the dearest one, so every page has a link.
     Ok(Arc::new(Grouped::new(BucketStore::open(config)?)))
 }
 
