@@ -17,13 +17,14 @@ use sapwood::backend::store::file::{FileConfig, FileStore};
 use sapwood::backend::store::stats::OpKind;
 use sapwood::backend::store::{Outcome, Store};
 use sapwood::base::{Digest, NamespaceId, Tier, Time};
-use sapwood::engine::{ModelIdentity, PrefixCache, Request};
+use sapwood::engine::{CacheError, ModelIdentity, PrefixCache, Request};
 use sapwood::key::Namespace;
 use sapwood::pool::{Capacities, Capacity, Geometry, Plane, PlaneId};
 use sapwood::tiers::{
-    Alloc, LoadBack, LoadState, Prefetch, PrefetchConfig, PrefetchPolicy, PrefetchState, StoreConfig,
-    WritePolicy,
+    Alloc, CoreError, LoadBack, LoadState, Prefetch, PrefetchConfig, PrefetchPolicy, PrefetchState,
+    StoreConfig, WritePolicy,
 };
+use sapwood::tree::TreeError;
 
 const PAGE: usize = 4;
 const PAGE_BYTES: usize = 2 * PAGE * 16;
@@ -31,6 +32,11 @@ const DEVICE_PAGES: u32 = 96;
 const HOST_PAGES: u32 = 160;
 /// Requests between two restarts of the cache.
 const EPOCH_REQUESTS: usize = 400;
+/// Requests between two switches of a running cache.
+const SWITCH_REQUESTS: usize = 40;
+
+const POLICIES: [WritePolicy; 3] =
+    [WritePolicy::WriteThrough { threshold: 1 }, WritePolicy::WriteThroughSelective, WritePolicy::WriteBack];
 
 struct Rng(u64);
 
@@ -83,6 +89,8 @@ struct Load {
     rng: Rng,
     started: Instant,
     verified_pages: u64,
+    /// Of the policy, and of the store.
+    switches: [u64; 2],
 }
 
 impl Load {
@@ -112,7 +120,7 @@ impl Load {
         let salt = Namespace { salt: Some("tenant".to_owned()), ..Namespace::default() };
         let namespaces = [NamespaceId::DEFAULT, cache.namespace(&salt).unwrap()];
         let (live, rng, started) = (Vec::new(), Rng(seed), Instant::now());
-        Load { cache, device, namespaces, live, rng, started, verified_pages: 0 }
+        Load { cache, device, namespaces, live, rng, started, verified_pages: 0, switches: [0; 2] }
     }
 
     /// Serves so many requests, then lets everything come to rest and looks for what is left.
@@ -124,6 +132,9 @@ impl Load {
             if opened < requests && self.live.len() < 8 {
                 self.open();
                 opened += 1;
+                if opened % SWITCH_REQUESTS == 0 {
+                    self.switch();
+                }
             }
             let mut moved = false;
             for at in (0..self.live.len()).rev() {
@@ -134,6 +145,24 @@ impl Load {
             }
         }
         self.rest();
+    }
+
+    /// Another write policy, or the store taken away and given back, while requests are in every state.
+    fn switch(&mut self) {
+        if self.rng.below(2) == 0 {
+            let write = POLICIES[self.rng.below(3)];
+            let exclusive = self.rng.below(2) == 0;
+            match self.cache.set_write_policy(write, exclusive) {
+                Ok(()) => self.switches[0] += 1,
+                // The tree still holds what the other policy let in.
+                Err(CacheError::Core(CoreError::Tree(TreeError::RuleNotMet(_)))) => {}
+                Err(error) => panic!("{write:?}: {error}"),
+            }
+        } else if let Some(store) = self.cache.detach_store(Duration::from_secs(10)).unwrap() {
+            assert!(self.cache.store().is_none());
+            assert!(self.cache.attach_store(store).unwrap());
+            self.switches[1] += 1;
+        }
     }
 
     fn open(&mut self) {
@@ -257,7 +286,7 @@ fn child(dir: &Path, seed: u64, length: Duration) {
     let started = Instant::now();
     // What is measured against: the process when it has done everything once.
     let warm_after = (length / 10).min(Duration::from_secs(120));
-    let (mut warm, mut verified, mut fetched, mut epochs) = (None, 0, 0, 0u64);
+    let (mut warm, mut verified, mut fetched, mut epochs, mut switched) = (None, 0, 0, 0u64, [0; 2]);
     while started.elapsed() < length {
         let config = FileConfig { free_bytes_min: 0, ..FileConfig::new(dir, 4 << 20) };
         let store = Faulty::new(FileStore::open(config).unwrap());
@@ -268,20 +297,19 @@ fn child(dir: &Path, seed: u64, length: Duration) {
             store.add(OpKind::Put, When::Every(43), Fault::LostWrite);
             store.add(OpKind::Query, When::Every(53), Fault::Fail(Outcome::Timeout));
         }
-        let write = [
-            WritePolicy::WriteThrough { threshold: 1 },
-            WritePolicy::WriteThroughSelective,
-            WritePolicy::WriteBack,
-        ][(epochs / 2 % 3) as usize];
+        let write = POLICIES[(epochs / 2 % 3) as usize];
         let mut load = Load::new(Arc::new(store), write, seed.wrapping_add(epochs));
         load.run(EPOCH_REQUESTS);
         verified += load.verified_pages;
         fetched += load.cache.stats().store_got_pages;
+        switched = [switched[0] + load.switches[0], switched[1] + load.switches[1]];
         epochs += 1;
         if warm.is_none() && started.elapsed() >= warm_after && epochs >= 6 {
             warm = Some(resident_bytes());
         }
     }
+    assert!(epochs < 4 || switched.iter().all(|&n| n > 0), "nothing was switched: {switched:?}");
+    println!("{switched:?} switches of the policy and of the store");
     let (first, last) = (warm.unwrap_or_else(resident_bytes), resident_bytes());
     println!("epochs={epochs} verified={verified} fetched={fetched} warm={first} end={last}");
 }

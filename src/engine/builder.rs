@@ -266,7 +266,7 @@ impl Builder {
         self
     }
 
-    /// See [`CoreConfig::write_ahead_percent`]. Default: 5.
+    /// See [`CoreConfig::write_ahead_percent`]. Default: 2.
     pub fn write_ahead_percent(mut self, percent: u32) -> Self {
         self.write_ahead_percent = percent;
         self

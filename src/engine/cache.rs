@@ -17,7 +17,7 @@ use crate::key::{Namespace, NamespaceError};
 use crate::pool::{Geometry, PlaneId, PlaneKind};
 use crate::tiers::{
     AgreeError, Agreement, Alloc, Checkpoint, Core, CoreError, LoadBack, LoadState, MatchInfo, PageCounts,
-    Prefetch, PrefetchState, RequestId, Stats,
+    Prefetch, PrefetchPolicy, PrefetchState, RequestId, Stats, WritePolicy,
 };
 
 /// Why a call failed.
@@ -435,6 +435,20 @@ impl PrefixCache {
             return Ok(false);
         }
         self.executor.attach_store(store, &self.arena)
+    }
+
+    /// Changes the write policy while requests run, and whether the host tier is exclusive; see
+    /// [`Core::set_write_policy`]. Refused, with nothing changed, as long as the tree holds what the new policy forbids.
+    pub fn set_write_policy(&mut self, write: WritePolicy, exclusive: bool) -> Result<(), CacheError> {
+        self.take_events(self.now)?;
+        let changed = self.core.set_write_policy(write, exclusive);
+        self.run_actions(self.now);
+        Ok(changed?)
+    }
+
+    /// Changes when a request that waits for a prefetch goes on; see [`Core::set_prefetch_policy`].
+    pub fn set_prefetch_policy(&mut self, policy: PrefetchPolicy) {
+        self.core.set_prefetch_policy(policy);
     }
 
     /// Whether nothing is in flight and nothing waits to be written to the store.

@@ -227,7 +227,7 @@ impl CoreConfig {
             write: WritePolicy::None,
             prefetch: PrefetchConfig::default(),
             exclusive: false,
-            write_ahead_percent: 5,
+            write_ahead_percent: 2,
             loads_in_flight_max: 64,
             window: None,
             state: None,

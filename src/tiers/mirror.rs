@@ -99,7 +99,8 @@ impl Core {
                 self.mirrors.is_blocked.remove(&node);
                 continue;
             };
-            let most = own.saturating_sub(self.mirrors.given_up_below(node));
+            // Of what that frees, at most two thirds were the only copy.
+            let most = own.saturating_mul(2).saturating_sub(self.mirrors.given_up_below(node));
             let mut pages = Vec::new();
             match self.tree.evict_host_below(node, most, &mut pages) {
                 Ok(Some(0)) => self.mirrors.blocked.push_front(node),

@@ -61,19 +61,19 @@ impl Core {
         if self.host.free_pages() >= want {
             return true;
         }
-        // A copy of what stays on the device would displace one of what lies nowhere else.
-        let polite = what == HostRoom::Due && self.config.host_copies_are_last();
+        // A copy of what stays on the device would displace one of what lies nowhere else, or another of its kind.
+        if what == HostRoom::Due && self.config.host_copies_are_last() {
+            return false;
+        }
         if self.config.prefers_sole_copies() {
             self.reclaim_mirrors(want, self.ahead_used);
             self.unblock_mirrors(want);
-            if !polite {
-                self.evict_host(want);
-            }
+            self.evict_host(want);
         } else {
             self.evict_host(want);
             self.reclaim_mirrors(want, self.ahead_used);
         }
-        if what != HostRoom::Ahead && !polite {
+        if what != HostRoom::Ahead {
             self.reclaim_mirrors(want, 0);
         }
         self.host.free_pages() >= want

@@ -61,6 +61,12 @@ pub(crate) struct Args {
     /// When host pages are short, give up copies whose node is on the device first (write-through kinds)
     #[arg(long)]
     pub(crate) exclusive: bool,
+    /// How deep the victims next in line are copied to the host ahead of need, in percent of the device's pages
+    #[arg(long, value_name = "PERCENT", default_value_t = 2, value_parser = percent)]
+    pub(crate) write_ahead_percent: u32,
+    /// Leave the bytes of freed pages as they are: for timing runs, since poisoning them is most of what a call costs then
+    #[arg(long)]
+    pub(crate) no_poison: bool,
     /// How long a request waits for a prefetch from the store
     #[arg(long, value_enum, default_value = "timeout")]
     pub(crate) prefetch: Prefetch,
@@ -226,6 +232,10 @@ fn page_size(text: &str) -> Result<u32, BadValue> {
 
 fn layers(text: &str) -> Result<u32, BadValue> {
     bounded(text, 1, sapwood::base::limits::LAYERS_MAX.into()).map(|v| v as u32)
+}
+
+fn percent(text: &str) -> Result<u32, BadValue> {
+    bounded(text, 0, 100).map(|v| v as u32)
 }
 
 fn ranks(text: &str) -> Result<u32, BadValue> {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use rustix::time::{ClockId, clock_gettime};
 use sapwood::base::{Fence, NamespaceId, PageId, Tier, Time};
 use sapwood::engine::{CacheError, PrefixCache, Request};
 use sapwood::tiers::{Alloc, Checkpoint, LoadBack, LoadState, MatchInfo, Prefetch, PrefetchState};
@@ -44,12 +45,34 @@ const NAMES: [&str; 10] = [
 /// What a request costs the scheduler's thread from its match to its end: finding and locking the prefix, publishing,
 /// letting go. Loads and room for new pages are counted by their own kinds.
 const REQUEST: &str = "request";
+/// The same in processor time, which does not grow when others use the machine.
+const REQUEST_CPU: &str = "request_cpu";
 
 /// One request, on every rank.
 pub(crate) struct OnRanks {
     ranks: Vec<Request>,
     /// Time of its calls of [`Kind::Match`], [`Kind::Checkpoint`] and [`Kind::Finish`] so far.
-    spent: Duration,
+    spent: Spent,
+}
+
+/// Time of calls: by the clock without poisoning, and of the processor with it.
+#[derive(Clone, Copy, Default)]
+struct Spent {
+    wall: Duration,
+    cpu: Duration,
+}
+
+impl Spent {
+    fn add(&mut self, more: Spent) {
+        self.wall += more.wall;
+        self.cpu += more.cpu;
+    }
+}
+
+/// Processor time of this thread.
+fn thread_cpu() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
 /// Time that goes into poisoning freed pages, in nanoseconds: the replay's own, though spent inside calls.
@@ -60,7 +83,7 @@ pub(crate) struct Calls {
     ranks: Vec<PrefixCache>,
     namespaces: Vec<NamespaceId>,
     histograms: Vec<Histogram>,
-    requests: Histogram,
+    requests: [Histogram; 2],
     poison: PoisonTime,
 }
 
@@ -68,7 +91,7 @@ impl Calls {
     /// Wraps the caches of all ranks, at least one; `namespaces` are those of the tenants.
     pub(crate) fn new(ranks: Vec<PrefixCache>, namespaces: Vec<NamespaceId>, poison: PoisonTime) -> Calls {
         let histograms = NAMES.iter().map(|_| Histogram::new()).collect();
-        Calls { ranks, namespaces, histograms, requests: Histogram::new(), poison }
+        Calls { ranks, namespaces, histograms, requests: [Histogram::new(), Histogram::new()], poison }
     }
 
     /// The cache of rank 0, for everything that is not a scheduler's call.
@@ -91,19 +114,22 @@ impl Calls {
         &mut self,
         kind: Kind,
         mut call: impl FnMut(&mut PrefixCache, usize) -> Result<T, CacheError>,
-    ) -> Result<(T, Duration), RunError> {
+    ) -> Result<(T, Spent), RunError> {
         let poisoned = self.poison.load(Ordering::Relaxed);
+        let counted = matches!(kind, Kind::Match | Kind::Checkpoint | Kind::Finish);
+        let cpu = if counted { thread_cpu() } else { Duration::ZERO };
         let start = Instant::now();
         let first = call(&mut self.ranks[0], 0)?;
         let own = Duration::from_nanos(self.poison.load(Ordering::Relaxed) - poisoned);
-        let took = start.elapsed().saturating_sub(own);
-        self.histograms[kind as usize].add(took);
+        let wall = start.elapsed().saturating_sub(own);
+        let cpu = if counted { thread_cpu().saturating_sub(cpu) } else { Duration::ZERO };
+        self.histograms[kind as usize].add(wall);
         for (rank, cache) in self.ranks.iter_mut().enumerate().skip(1) {
             if call(cache, rank)? != first {
                 return Err(RunError::Answers { rank, call: NAMES[kind as usize] });
             }
         }
-        Ok((first, took))
+        Ok((first, Spent { wall, cpu }))
     }
 
     fn on_request<T: PartialEq>(
@@ -114,7 +140,7 @@ impl Calls {
     ) -> Result<T, RunError> {
         let (answer, took) = self.on_all(kind, |cache, rank| call(cache, &mut request.ranks[rank]))?;
         if matches!(kind, Kind::Match | Kind::Checkpoint) {
-            request.spent += took;
+            request.spent.add(took);
         }
         Ok(answer)
     }
@@ -122,7 +148,7 @@ impl Calls {
     pub(crate) fn request(&mut self, tenant: usize) -> OnRanks {
         let namespace = self.namespaces[tenant];
         let ranks = self.ranks.iter_mut().map(|cache| cache.request(namespace)).collect();
-        OnRanks { ranks, spent: Duration::ZERO }
+        OnRanks { ranks, spent: Spent::default() }
     }
 
     pub(crate) fn match_prefix(
@@ -193,13 +219,15 @@ impl Calls {
         tokens: &[u32],
         last_use: &[Fence],
     ) -> Result<(), RunError> {
-        let OnRanks { ranks, spent } = request;
+        let OnRanks { ranks, mut spent } = request;
         let mut ranks = ranks.into_iter().zip(last_use);
         let (_, took) = self.on_all(Kind::Finish, |cache, _| match ranks.next() {
             Some((request, fence)) => Ok(Some(cache.finish(request, tokens, *fence)?)),
             None => Ok(None),
         })?;
-        self.requests.add(spent + took);
+        spent.add(took);
+        self.requests[0].add(spent.wall);
+        self.requests[1].add(spent.cpu);
         Ok(())
     }
 
@@ -234,7 +262,9 @@ impl Calls {
     /// Call times by kind; kinds that were never called are left out.
     pub(crate) fn quantiles(&self) -> BTreeMap<&'static str, Quantiles> {
         let kinds = NAMES.iter().zip(&self.histograms).map(|(name, histogram)| (*name, histogram));
-        let all = kinds.chain([(REQUEST, &self.requests)]).map(|(name, h)| (name, h.quantiles()));
+        let all = kinds
+            .chain([REQUEST, REQUEST_CPU].into_iter().zip(&self.requests))
+            .map(|(name, h)| (name, h.quantiles()));
         all.filter(|(_, q)| q.count > 0).collect()
     }
 }

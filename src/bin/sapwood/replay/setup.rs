@@ -113,9 +113,12 @@ pub(crate) fn machine(args: &Args, jobs: &[Job]) -> Result<Machine, InputError> 
             .draft(draft_plan(args))
             .write_policy(write_policy(args))
             .exclusive(args.exclusive)
+            .write_ahead_percent(args.write_ahead_percent)
             .prefetch(PrefetchConfig { policy: prefetch_policy(args), ..PrefetchConfig::default() })
-            .delivery(Delivery::Modelled(cost_model(args, rank)))
-            .on_free(on_free);
+            .delivery(Delivery::Modelled(cost_model(args, rank)));
+        if !args.no_poison {
+            builder = builder.on_free(on_free);
+        }
         if args.ranks > 1 {
             builder = builder.agreement(member);
         }
