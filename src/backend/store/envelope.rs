@@ -6,7 +6,7 @@
 //! 32 key [32]           64 descriptor [32]                 96 namespace [32]       128 payload
 //! ```
 //! Little endian. The header checksum covers the header with its own four bytes as zero. CRC32C is the
-//! cheapest check that finds torn, short, swapped and flipped data: it runs at 26 to 60 GB/s on one core
+//! cheapest check that finds torn, short, swapped and flipped data: it runs at 26 to 58 GB/s on one core
 //! with the instructions for it, several times the speed of any medium here; swaps of whole objects are found by
 //! the key. It proves nothing against somebody who can write the store.
 //!
