@@ -211,7 +211,7 @@ impl StageReceiver {
     }
 
     /// A writer asks for the place of a chunk of a live grant; asking again gives the same place and the newest
-    /// tail. The flag says whether the place is new. `None`: no answer, it will ask again.
+    /// tail. The flag says whether the place is new.
     pub fn handle_ask(&mut self, peer: PeerId, id: ChunkId, block: Block) -> Option<(Body, bool)> {
         if self.done.contains(&(id, peer)) {
             return Some((self.taken(id), false));
@@ -219,7 +219,7 @@ impl StageReceiver {
         let mut fresh = false;
         if !self.slots.contains_key(&(id, peer)) {
             if self.slots.len() >= self.slots_max {
-                return None;
+                return Some((self.refuse(id), false));
             }
             let Some(at) = self.ring.alloc(u64::from(block.bytes)) else {
                 return Some((self.refuse(id), false));
@@ -375,16 +375,6 @@ impl StageSender {
     /// Forgets chunks.
     pub fn drop_if(&mut self, mut f: impl FnMut(PeerId, ChunkId) -> bool) {
         self.wants.retain(|(peer, id), _| !f(*peer, *id));
-    }
-
-    /// Gives up on blocks that are not being written and were not: they are to go unpacked.
-    pub fn give_up(&mut self) -> Vec<(PeerId, ChunkId)> {
-        let open = |w: &Want| matches!(w.stage, Stage::Asking | Stage::Placed { .. });
-        let ids: Vec<_> = self.wants.iter().filter(|(_, w)| open(w)).map(|(id, _)| *id).collect();
-        ids.iter().for_each(|id| {
-            self.wants.remove(id);
-        });
-        ids
     }
 
     fn raise(&mut self, peer: PeerId, tail: u64) {

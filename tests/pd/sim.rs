@@ -61,6 +61,13 @@ fn seeds_end_without_a_violation() {
     assert!(sum.topups > 0 && sum.window_topups > 0 && sum.scatters > sum.requests / 8, "{sum:?}");
 }
 
+/// Seed 361 found a ring pinned by a place that its writer had given up.
+#[test]
+fn a_place_that_was_taken_is_used() {
+    let o = Options::new(361);
+    assert!(run(&o).violations.is_empty(), "{}", tell(&o));
+}
+
 #[test]
 fn without_faults_every_room_arrives() {
     let mut sum = Report::default();

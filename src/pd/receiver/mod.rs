@@ -268,6 +268,8 @@ struct Grant {
     phase: Phase,
     /// Scatters of ours that write its pages. Until they end no proof about others frees anything.
     scattering: u32,
+    /// Its chunks go unpacked from now on.
+    unpacked: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -516,7 +518,8 @@ impl Receiver {
             let dest = pages.destination().clone();
             self.actions.push_back(Action::Allow { tag, dest, ring: Vec::new() });
         }
-        self.grants.insert(serial, Grant { key, pages, shown, phase: Phase::Live, scattering: 0 });
+        self.grants
+            .insert(serial, Grant { key, pages, shown, phase: Phase::Live, scattering: 0, unpacked: false });
         self.refresh_floor();
         if let Some(room) = self.rooms.get_mut(&key) {
             room.serial = Some(serial);

@@ -8,6 +8,7 @@ use crate::base::Time;
 use crate::pd::ids::{PeerId, Serial, Tag};
 use crate::pd::plan::Copy;
 use crate::pd::staging::{Block, ChunkId, Ready, pack};
+use crate::pd::wire::Body;
 
 impl Receiver {
     /// Lets writes of a grant reach its pages and its places in the ring, and nothing else.
@@ -42,18 +43,22 @@ impl Receiver {
     }
 
     pub(super) fn on_stage_ask(&mut self, _now: Time, peer: PeerId, id: ChunkId, block: Block) {
-        // The place of a grant that waits for its proof, perhaps for ever, pins everything behind it.
+        // The place of a grant that waits for its proof, perhaps for ever, pins everything behind it. A grant that was
+        // once refused is refused for good: its writers may leave places unused after that, and nothing of its own may
+        // wait behind them.
         let oldest = self.stage.as_ref().and_then(|s| s.oldest()).and_then(|s| self.grants.get(&s));
         let pinned = oldest.is_some_and(|g| g.phase != Phase::Live);
         let fits = self.scatter_of(peer, id, block).is_some();
-        let live = self.grants.get(&id.serial).is_some_and(|g| g.key == id.key && g.phase == Phase::Live);
-        let Some(stage) = self.stage.as_mut().filter(|_| live) else { return };
-        if !fits || pinned {
+        let live = self.grants.get_mut(&id.serial).filter(|g| g.key == id.key && g.phase == Phase::Live);
+        let (Some(grant), Some(stage)) = (live, self.stage.as_mut()) else { return };
+        if !fits || pinned || grant.unpacked {
+            grant.unpacked = true;
             let body = stage.refuse(id);
             self.link.send(peer, id.key, id.serial, body);
             return;
         }
         let Some((body, fresh)) = stage.handle_ask(peer, id, block) else { return };
+        grant.unpacked |= matches!(body, Body::StageGrant { at: u64::MAX, .. });
         if fresh {
             self.allow(id.serial);
         }

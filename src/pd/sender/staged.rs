@@ -88,9 +88,9 @@ impl Staging {
         self.free.push(buffer);
     }
 
-    /// A write of a block ended without proof: its buffer is out of use until it is settled.
-    pub(super) fn lose_block(&mut self, peer: PeerId, id: ChunkId) {
-        self.lost += 1;
+    /// A write of a block ended without proof: its buffer, if it had one, is out of use until it is settled.
+    pub(super) fn lose_block(&mut self, peer: PeerId, id: ChunkId, buffered: bool) {
+        self.lost += u32::from(buffered);
         self.drop_chunk(peer, id);
     }
 
@@ -147,17 +147,9 @@ impl Sender {
 
     /// Sends what is due and starts what may be written.
     pub(super) fn drive_staging(&mut self, now: Time) {
-        if self.staging.all_lost() {
-            // Nobody knows when a buffer comes back.
-            let hopeless = self.staging.stager.give_up();
-            let some = !hopeless.is_empty();
-            hopeless.into_iter().rev().for_each(|(peer, id)| self.unpack(peer, id));
-            if some {
-                self.pump(now);
-                return;
-            }
-        }
-        for next in self.staging.stager.poll(now, self.staging.free.len()) {
+        // Nobody knows when lost buffers come back, and a place that was taken must be used: others wait behind it.
+        let writes_max = if self.staging.all_lost() { usize::MAX } else { self.staging.free.len() };
+        for next in self.staging.stager.poll(now, writes_max) {
             let (Next::Send(peer, id, _) | Next::Write(peer, id, _)) = next;
             let live = self.staging.staged.get(&(peer, id)).is_some_and(|s| self.guards(&s.chunk));
             if !live {
@@ -175,7 +167,7 @@ impl Sender {
     fn gather(&mut self, peer: PeerId, id: ChunkId, at: u64) {
         let s = &mut self.staging;
         let (Some(b), Some(staged)) = (s.buffers, s.staged.get(&(peer, id))) else { return };
-        let Some(buffer) = s.free.pop() else { return };
+        let Some(buffer) = s.free.pop() else { return self.write_pieces(peer, id, at) };
         let base = b.base + u64::from(buffer) * b.buffer_bytes;
         let to_buffer = |&(src_region, src_off, off, len): &(u32, u64, u64, u64)| Copy {
             src_region,
@@ -193,6 +185,27 @@ impl Sender {
         }
         s.gathers.insert(job, gather);
         self.actions.push_back(Action::Gather { job, copies });
+    }
+
+    /// Without a buffer the pieces go into the place one by one.
+    fn write_pieces(&mut self, peer: PeerId, id: ChunkId, at: u64) {
+        let Some((ring, attach)) = self.regs.get(&peer).and_then(|r| Some((r.ring?, r.attach))) else {
+            return;
+        };
+        let Some(staged) = self.staging.staged.get(&(peer, id)) else { return };
+        let to_ring = |&(src_region, src_off, off, len): &(u32, u64, u64, u64)| Copy {
+            src_region,
+            src_off,
+            dst_region: ring.region,
+            dst_off: ring.base.saturating_add(at % ring.bytes).saturating_add(off),
+            len,
+        };
+        let copies = pack(&staged.copies).gather.iter().map(to_ring).collect();
+        let (chunk, bytes) = (staged.chunk.clone(), staged.bytes);
+        if let Some(room) = self.rooms.get_mut(&id.key) {
+            room.reading += 1;
+        }
+        self.post_as(chunk, attach, bytes, copies, Some((id, None)));
     }
 
     /// A gather ended; if it failed, the room does. Exactly once per [`Action::Gather`].
@@ -215,7 +228,7 @@ impl Sender {
                     dst_off: ring.base.saturating_add(g.at % ring.bytes),
                     len: g.bytes,
                 };
-                self.post_as(g.chunk, attach, g.bytes, vec![copy], Some((g.id, g.buffer)));
+                self.post_as(g.chunk, attach, g.bytes, vec![copy], Some((g.id, Some(g.buffer))));
             }
             _ => {
                 self.staging.free_buffer(g.buffer);

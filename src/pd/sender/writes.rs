@@ -57,8 +57,8 @@ struct Flight {
     bytes: u64,
     /// The end could not be proved.
     unproven: bool,
-    /// It is a packed block of this name, read from this buffer, and reads no source.
-    block: Option<(ChunkId, u32)>,
+    /// It is a packed block of this name. With a buffer it reads that one, and no source.
+    block: Option<(ChunkId, Option<u32>)>,
 }
 
 #[derive(Debug, Default)]
@@ -264,14 +264,14 @@ impl Sender {
         self.post_as(chunk, attach, bytes, copies, None);
     }
 
-    /// Posts a write. Without a block it reads sources, which the caller has counted.
+    /// Posts a write. Without a buffer it reads sources, which the caller has counted.
     pub(super) fn post_as(
         &mut self,
         chunk: Chunk,
         attach: u32,
         bytes: u64,
         copies: Vec<Copy>,
-        block: Option<(ChunkId, u32)>,
+        block: Option<(ChunkId, Option<u32>)>,
     ) {
         self.writes.next += 1;
         let xfer = XferId(self.writes.next);
@@ -295,8 +295,8 @@ impl Sender {
                 return;
             }
             flight.unproven = true;
-            if let Some((id, _)) = flight.block {
-                self.staging.lose_block(flight.chunk.peer, id);
+            if let Some((id, buffer)) = flight.block {
+                self.staging.lose_block(flight.chunk.peer, id, buffer.is_some());
             }
             let key = flight.chunk.key;
             let slot = (flight.chunk.peer, flight.chunk.inc, flight.chunk.serial);
@@ -315,7 +315,7 @@ impl Sender {
         let slot = (c.peer, c.inc, c.serial);
         if was_unproven {
             self.writes.unproven -= 1;
-            if block.is_some() {
+            if let Some((_, Some(_))) = block {
                 self.staging.find_buffer();
             }
         }
@@ -323,8 +323,8 @@ impl Sender {
             if was_unproven { b.unproven -= 1 } else { b.posted -= 1 }
         }
         match block {
-            Some((_, buffer)) => self.staging.free_buffer(buffer),
-            None => {
+            Some((_, Some(buffer))) => self.staging.free_buffer(buffer),
+            Some((_, None)) | None => {
                 if let Some(room) = self.rooms.get_mut(&c.key) {
                     room.reading -= 1;
                 }
