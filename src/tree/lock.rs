@@ -176,7 +176,6 @@ impl Tree {
         while self.has_components() && by == Holder::Request && at != ROOT {
             if counts(&self.arena.nodes[at as usize]) {
                 self.orders.take_tick(&mut self.arena, at, used);
-                self.orders.rekey_components(&self.arena, at);
             }
             at = self.arena.nodes[at as usize].parent;
         }
@@ -209,11 +208,11 @@ impl Tree {
         let mut used = self.end_of_use(by);
         let mut at = anchor;
         loop {
-            let node = &mut self.arena.nodes[at as usize];
-            if host_only(node) {
-                used = node.tick.max(used);
-                node.tick = used;
+            if host_only(&self.arena.nodes[at as usize]) {
+                used = self.arena.nodes[at as usize].tick.max(used);
+                self.orders.take_tick(&mut self.arena, at, used);
             }
+            let node = &mut self.arena.nodes[at as usize];
             node.pins -= 1;
             if node.pins > 0 {
                 return self.tell_use(at, used, by, host_only);

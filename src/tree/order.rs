@@ -319,6 +319,9 @@ impl Orders {
             if mirrored {
                 self.add_mirror(arena, at);
             }
+            if self.has_components {
+                self.rekey_components(arena, at);
+            }
         }
     }
 
