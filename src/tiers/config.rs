@@ -201,7 +201,7 @@ pub struct CoreConfig {
     pub prefetch: PrefetchConfig,
     /// Write-through kinds: when host pages are short, give up copies whose node lies on the device before copies
     /// that are the only ones, and write such a node again before it leaves the device. Device and host together
-    /// then cache what their sum can hold, at the price of writing some pages twice. Without it a full host holds a
+    /// then cache what their sum can hold. Without a store behind it, a full host takes only what is about to leave. Without it a full host holds a
     /// mirror of the device, and what leaves the device without a host copy is gone.
     pub exclusive: bool,
     /// Victims that are next in line for the device's pages are written to the host ahead of need, so many percent
