@@ -2,7 +2,7 @@
 //! is freed, whatever the size of the tree. The last victim is cut to what is still wanted.
 
 use crate::base::containers::Map;
-use crate::base::{NodeId, PageId};
+use crate::base::{NodeId, PageId, Tier};
 
 use super::node::{Listed, NIL, Node, ROOT, Residency};
 use super::order::facts;
@@ -49,7 +49,7 @@ impl Tree {
         let mut aside = Vec::new();
         let mut reported: Map<u32, u32> = Map::default();
         while left > 0 {
-            let Some(at) = self.orders.device_heap.peek() else { break };
+            let Some(at) = self.orders.first(Tier::Device) else { break };
             let tail = self.orders.policy.tail_pages(&facts(&self.arena.nodes[at as usize]));
             self.cut_tail(at, left.min(tail));
             let node = &self.arena.nodes[at as usize];
@@ -61,20 +61,20 @@ impl Tree {
             } else {
                 out.needs_backup.push(self.arena.id(at));
                 out.needs_backup_pages += pages;
-                self.orders.device_heap.remove(at);
+                self.orders.set_aside(Tier::Device, at);
                 aside.push(at);
                 *reported.entry(parent).or_insert(0) += 1;
             }
             let up = &self.arena.nodes[parent as usize];
             let all_reported = up.kids_device > 0 && reported.get(&parent) == Some(&up.kids_device);
             if all_reported && parent != ROOT && up.locks == 0 {
-                self.orders.device_heap.set(parent, self.orders.policy.key(&facts(up)));
+                self.orders.put(&self.arena, Tier::Device, parent);
                 aside.push(parent);
             }
         }
         // Back to what their states say.
         for at in aside {
-            self.orders.device_heap.remove(at);
+            self.orders.set_aside(Tier::Device, at);
             self.orders.rekey(&self.arena, at);
         }
     }
@@ -98,7 +98,9 @@ impl Tree {
         let node = &self.arena.nodes[at as usize];
         let pages = node.pages;
         if node.host == Residency::Present {
-            self.arena.nodes[at as usize].tick = self.orders.tick;
+            if self.orders.adaptive.is_none() {
+                self.arena.nodes[at as usize].tick = self.orders.tick;
+            }
             self.drop_device(at, &mut out.freed_device);
             out.demoted_pages += pages;
             self.try_merge(at);
@@ -167,12 +169,7 @@ impl Tree {
         self.tick();
         let mut done = HostEviction::default();
         while done.freed_pages < want_pages {
-            let by_list = self.orders.policy.is_list();
-            let at =
-                if by_list { self.orders.host.oldest } else { self.orders.host_heap.peek().unwrap_or(NIL) };
-            if at == NIL {
-                break;
-            }
+            let Some(at) = self.orders.first(Tier::Host) else { break };
             let node = &self.arena.nodes[at as usize];
             if node.kids > 0 || node.listed != Listed::Host {
                 debug_assert!(false, "the oldest node of the host order is a leaf");
@@ -210,9 +207,21 @@ impl Tree {
 
     /// Lists the nodes without a host copy, and worth one, among the first `within_pages` pages of the device order: what will have to
     /// be written when room is made, so that it can be written before. Nodes with a backup in flight are not listed.
-    /// Under a heap policy nothing is known ahead and nothing is listed. O(nodes in that range).
+    /// Under a heap policy nothing is known ahead and nothing is listed; under the adaptive one only leaves are. O(nodes in
+    /// that range).
     pub fn unbacked_ahead(&self, within_pages: u32, out: &mut Vec<NodeId>) {
         let mut left = within_pages;
+        if let Some(adaptive) = &self.orders.adaptive {
+            adaptive.ahead(Tier::Device, |at| {
+                let node = &self.arena.nodes[at as usize];
+                if node.host == Residency::Absent && self.reports(node, Unbacked::Report) {
+                    out.push(self.arena.id(at));
+                }
+                left = left.saturating_sub(node.pages);
+                left > 0
+            });
+            return;
+        }
         let mut at = self.orders.device.oldest;
         while left > 0 && at != NIL {
             let node = &self.arena.nodes[at as usize];

@@ -117,11 +117,12 @@ impl Tree {
                 self.arena.nodes[at as usize].locks -= 1;
                 return;
             }
-            let node = &mut self.arena.nodes[at as usize];
-            (node.locks, node.tick) = (0, self.orders.tick);
+            self.arena.nodes[at as usize].locks = 0;
             if at == ROOT {
                 return;
             }
+            self.orders.stamp(&mut self.arena, at);
+            let node = &self.arena.nodes[at as usize];
             let (parent, pages, on_device) = (node.parent, node.pages, node.device == Residency::Present);
             if on_device {
                 self.stats.device_pages_evictable += pages;
@@ -161,7 +162,7 @@ impl Tree {
             }
             // A host-only node enters its order now, unless a lock still holds it.
             if node.device == Residency::Absent && node.locks == 0 {
-                node.tick = self.orders.tick;
+                self.orders.stamp(&mut self.arena, at);
             }
             self.refresh(at);
             if at == ROOT {

@@ -2,10 +2,12 @@
 //!
 //! A node stands in the device order if it has a device copy and no lock, in the host order if it has only a host copy
 //! and neither lock nor pin. Locked nodes are not in any list, so a walk never has to skip them. Under a heap policy only
-//! leaves of the tier are in.
+//! leaves of the tier are in; under the adaptive one they stand in its cells.
 
+use crate::base::Tier;
 use crate::base::heap::IndexHeap;
 
+use super::adaptive::{Adaptive, Hint, Leaf};
 use super::component::COMPONENTS;
 use super::node::{Arena, Links, Listed, NIL, Node, ROOT, Residency};
 use super::policy::{NodeFacts, Policy};
@@ -30,6 +32,8 @@ pub(super) struct Orders {
     pub(super) host: Ends,
     pub(super) device_heap: IndexHeap,
     pub(super) host_heap: IndexHeap,
+    /// The order that learns, in place of the heaps.
+    pub(super) adaptive: Option<Box<Adaptive>>,
     /// Nodes whose host copy could be given up: those that became so when they were freshly used at the newest end,
     /// those that were the least recently used at the oldest.
     pub(super) mirrors: Ends,
@@ -37,7 +41,7 @@ pub(super) struct Orders {
     pub(super) components: [[IndexHeap; 2]; COMPONENTS],
     /// The tree has components; without them no call looks at `components`.
     pub(super) has_components: bool,
-    /// Advances once per call; the only clock.
+    /// Advances once per call, and by the pages of requests where the order learns; the only clock.
     pub(super) tick: u64,
 }
 
@@ -107,9 +111,25 @@ pub(super) fn facts(node: &Node) -> NodeFacts {
     }
 }
 
+fn leaf(node: &Node) -> Leaf {
+    Leaf {
+        tick: node.tick,
+        depth: node.depth,
+        pages: node.pages,
+        reach: node.reach,
+        kids: node.kids,
+        priority: node.priority,
+    }
+}
+
 impl Orders {
     pub(super) fn new(policy: Policy, has_components: bool) -> Orders {
+        let adaptive = match &policy {
+            Policy::Adaptive(config) => Some(Box::new(Adaptive::new(*config))),
+            _ => None,
+        };
         Orders {
+            adaptive,
             policy,
             device: Ends::EMPTY,
             host: Ends::EMPTY,
@@ -210,14 +230,115 @@ impl Orders {
             (Listed::Nowhere, _) => {}
             (Listed::Device, true) => unlink(&mut arena.nodes, &mut self.device, at, order_links),
             (Listed::Host, true) => unlink(&mut arena.nodes, &mut self.host, at, order_links),
-            (Listed::Device, false) => _ = self.device_heap.remove(at),
-            (Listed::Host, false) => _ = self.host_heap.remove(at),
+            (Listed::Device, false) => self.set_aside(Tier::Device, at),
+            (Listed::Host, false) => self.set_aside(Tier::Host, at),
         }
     }
 
-    /// Takes a node out of everything, before it is deleted.
-    pub(super) fn forget(&mut self, arena: &mut Arena, at: u32) {
+    /// Takes a leaf out of the order of a tier, or not if it is not in; never of a list.
+    pub(super) fn set_aside(&mut self, tier: Tier, at: u32) {
+        match &mut self.adaptive {
+            Some(adaptive) => adaptive.leave(tier, at),
+            None if tier == Tier::Device => _ = self.device_heap.remove(at),
+            None => _ = self.host_heap.remove(at),
+        }
+    }
+
+    /// Puts a leaf into the order of a tier, at the place that is right for it now; never of a list.
+    pub(super) fn put(&mut self, arena: &Arena, tier: Tier, at: u32) {
+        let node = &arena.nodes[at as usize];
+        match &mut self.adaptive {
+            Some(adaptive) => {
+                adaptive.leave(tier, at);
+                adaptive.enter(tier, at, &leaf(node), self.tick);
+            }
+            None if tier == Tier::Device => self.device_heap.set(at, self.policy.key(&facts(node))),
+            None => self.host_heap.set(at, self.policy.key(&facts(node))),
+        }
+    }
+
+    /// The next victim of a tier.
+    pub(super) fn first(&mut self, tier: Tier) -> Option<u32> {
+        match &mut self.adaptive {
+            Some(adaptive) => adaptive.first(tier, self.tick),
+            None if self.policy.is_list() => {
+                let ends = if tier == Tier::Device { self.device } else { self.host };
+                (ends.oldest != NIL).then_some(ends.oldest)
+            }
+            None if tier == Tier::Device => self.device_heap.peek(),
+            None => self.host_heap.peek(),
+        }
+    }
+
+    /// A node was made; `name` names its pages.
+    pub(super) fn created(&mut self, arena: &Arena, at: u32, name: impl Fn(u32) -> u64) {
+        if let Some(adaptive) = &mut self.adaptive {
+            let node = &arena.nodes[at as usize];
+            adaptive.created(at, (node.parent != ROOT).then_some(node.parent), &leaf(node), name);
+        }
+    }
+
+    /// A look-up found this path, `pages` in all: where the order learns, its uses are answered and time passes. The
+    /// nodes stay where they stand; a touch or a lock moves them.
+    #[inline]
+    pub(super) fn matched(&mut self, arena: &mut Arena, path: &[u32], pages: u32) {
+        if let Some(adaptive) = &mut self.adaptive {
+            let (now, mut lru_pages, mut last) = (self.tick, 0, None);
+            for &at in path {
+                let node = &mut arena.nodes[at as usize];
+                lru_pages += adaptive.used(node.tick, now, node.pages);
+                if node.listed != Listed::Nowhere {
+                    adaptive.answered(at, now);
+                }
+                last = Some((at, std::mem::replace(&mut node.tick, now)));
+            }
+            if let Some((at, tick)) = last {
+                adaptive.answered(at, now);
+                adaptive.ended(at, tick, now);
+            }
+            adaptive.request(now, pages, lru_pages);
+            self.tick += u64::from(pages);
+        }
+    }
+
+    /// What the scheduler knows of a node.
+    pub(super) fn hint(&mut self, arena: &mut Arena, at: u32, hint: Hint) {
+        let Some(adaptive) = &mut self.adaptive else { return };
+        let tier = match arena.nodes[at as usize].listed {
+            Listed::Nowhere => return adaptive.hint(at, hint, self.tick),
+            Listed::Device => Tier::Device,
+            Listed::Host => Tier::Host,
+        };
+        adaptive.leave(tier, at);
+        adaptive.hint(at, hint, self.tick);
+        adaptive.enter(tier, at, &leaf(&arena.nodes[at as usize]), self.tick);
+    }
+
+    /// Time passes by so many pages, where time is volume.
+    pub(super) fn pass(&mut self, pages: u32) {
+        if self.adaptive.is_some() {
+            self.tick += u64::from(pages);
+        }
+    }
+
+    /// Makes now the time of a node's last use. Its place in an order is the caller's business.
+    #[inline]
+    pub(super) fn stamp(&mut self, arena: &mut Arena, at: u32) {
+        let node = &mut arena.nodes[at as usize];
+        let tick = std::mem::replace(&mut node.tick, self.tick);
+        if let Some(adaptive) = &mut self.adaptive {
+            adaptive.renew(tick, self.tick, node.pages);
+        }
+    }
+
+    /// Takes a node out of everything, before it is deleted. `evicted`: it may come back; otherwise it has been merged
+    /// into its child.
+    pub(super) fn forget(&mut self, arena: &mut Arena, at: u32, evicted: bool) {
         self.leave(arena, at);
+        if let Some(adaptive) = self.adaptive.as_mut().filter(|_| evicted) {
+            let node = &arena.nodes[at as usize];
+            adaptive.evicted(at, node.tick, node.pages);
+        }
         if self.has_components {
             self.forget_components(at);
         }
@@ -231,24 +352,25 @@ impl Orders {
         if self.policy.is_list() {
             return;
         }
-        let node = &arena.nodes[at as usize];
-        match node.listed {
+        match arena.nodes[at as usize].listed {
             Listed::Nowhere => {}
-            Listed::Device => self.device_heap.set(at, self.policy.key(&facts(node))),
-            Listed::Host => self.host_heap.set(at, self.policy.key(&facts(node))),
+            Listed::Device => self.put(arena, Tier::Device, at),
+            Listed::Host => self.put(arena, Tier::Host, at),
         }
     }
 
     /// Marks a node as just used.
     #[inline]
     pub(super) fn touch(&mut self, arena: &mut Arena, at: u32) {
-        arena.nodes[at as usize].tick = self.tick;
+        self.stamp(arena, at);
         self.freshen_mirror(arena, at);
         if self.has_components {
             self.rekey_components(arena, at);
         }
         if !self.policy.is_list() {
-            self.rekey(arena, at);
+            if self.adaptive.as_ref().is_none_or(|a| !a.settled(at, self.tick)) {
+                self.rekey(arena, at);
+            }
             return;
         }
         let ends = match arena.nodes[at as usize].listed {
