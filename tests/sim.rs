@@ -1,18 +1,31 @@
-//! Seeds of the simulated world. `SAPWOOD_SEED=n` runs that seed alone; `SAPWOOD_SEEDS=n` sets how many.
+//! Seeds of the simulated world. `SAPWOOD_SEED=n` runs that seed alone; `SAPWOOD_SEEDS=n` sets how many, and
+//! `SAPWOOD_STEPS=n` how long each lives.
 
+use sapwood::base::plant::{Plant, plant};
 use sapwood::pool::Capacity;
 use sapwood::sim::{Report, Weather, World};
-use sapwood::tiers::{CoreConfig, PrefetchConfig, PrefetchPolicy, StoreConfig, WritePolicy};
+use sapwood::tiers::{
+    CoreConfig, PrefetchConfig, PrefetchPolicy, StateConfig, StoreConfig, WindowConfig, WritePolicy,
+};
 
 const STEPS: u64 = 400;
 const SEEDS: u64 = 2_000;
 
 /// Seeds that found a fault once. They run every time.
-const REGRESSIONS: &[u64] = &[];
+const REGRESSIONS: &[u64] = &[46];
 
 fn number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
+}
+
+/// Components of the model that is served.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Hybrid {
+    Full,
+    Window,
+    State,
+    All,
 }
 
 /// Everything about a run follows from its seed.
@@ -25,11 +38,13 @@ fn run(seed: u64) -> Report {
         3 => WritePolicy::WriteBack,
         _ => WritePolicy::None,
     };
-    let policy = match pick(8, 3) {
+    let policy = match pick(8, 4) {
         0 => PrefetchPolicy::BestEffort,
         1 => PrefetchPolicy::WaitComplete,
+        2 => PrefetchPolicy::Adaptive,
         _ => PrefetchPolicy::Timeout { base_ms: 5, per_ki_token_ms: 20 },
     };
+    let hybrid = [Hybrid::Full, Hybrid::Window, Hybrid::State, Hybrid::All][pick(50, 4) as usize];
     let page_size = [1, 4, 16][pick(16, 3) as usize];
     let config = CoreConfig {
         host: Capacity::Pages(4 + pick(24, 28) as u32),
@@ -47,15 +62,27 @@ fn run(seed: u64) -> Report {
             batch_pages: 1 + pick(40, 3) as u32,
             window_batches: 1 + pick(44, 3) as u32,
             host_share_percent: [50, 100][pick(48, 2) as usize],
+            retry_ms: pick(20, 3),
+            attempts_max: 4,
+            repair_ms: [0, 4][pick(12, 2) as usize],
         },
         exclusive: pick(54, 2) == 1,
         write_ahead_percent: [0, 20][pick(55, 2) as usize],
         loads_in_flight_max: 1 + pick(52, 4) as u32,
+        window: [Hybrid::Window, Hybrid::All].contains(&hybrid).then_some(WindowConfig {
+            span_pages: 1 + pick(28, 3) as u32,
+            device: Capacity::Pages(6 + pick(30, 16) as u32),
+            host: Capacity::Pages(pick(34, 24) as u32),
+        }),
+        state: [Hybrid::State, Hybrid::All].contains(&hybrid).then_some(StateConfig {
+            device: Capacity::Pages(4 + pick(38, 12) as u32),
+            host: Capacity::Pages(pick(42, 12) as u32),
+        }),
         ..CoreConfig::device_only(page_size, Capacity::Pages(8 + pick(56, 20) as u32))
     };
     let ranks = [1, 2, 4][pick(60, 3) as usize];
     let weather = if seed.is_multiple_of(3) { Weather::FAIR } else { Weather::FOUL };
-    World::new(seed, ranks, config, weather).run(STEPS)
+    World::new(seed, ranks, config, weather).run(number("SAPWOOD_STEPS").unwrap_or(STEPS))
 }
 
 #[test]
@@ -74,11 +101,7 @@ fn seeds() {
                     let mut sum = Report::default();
                     for seed in mine.step_by(threads as usize) {
                         let report = run(seed);
-                        sum.steps += report.steps;
-                        sum.matched_tokens += report.matched_tokens;
-                        sum.loaded_pages += report.loaded_pages;
-                        sum.prefetched_tokens += report.prefetched_tokens;
-                        sum.stored_pages += report.stored_pages;
+                        sum.merge(&report);
                     }
                     sum
                 })
@@ -86,15 +109,39 @@ fn seeds() {
             .collect();
         work.into_iter().map(|w| w.join().expect("a rule was broken; the story is above")).collect::<Vec<_>>()
     });
-    println!("{sums:?}");
+    let mut sum = Report::default();
+    sums.iter().for_each(|s| sum.merge(s));
+    println!("{sum:?}");
     // A world in which nothing happens would prove nothing.
     for (what, least) in [
-        (sums.iter().map(|s| s.matched_tokens).sum::<u64>(), seeds),
-        (sums.iter().map(|s| s.loaded_pages).sum(), seeds / 2),
-        (sums.iter().map(|s| s.prefetched_tokens).sum(), seeds / 2),
-        (sums.iter().map(|s| s.stored_pages).sum(), seeds),
+        (sum.matched_tokens, 50 * seeds),
+        (sum.loaded_pages, seeds),
+        (sum.prefetched_tokens, seeds),
+        (sum.stored_pages, seeds),
+        (sum.component_pages, seeds / 10),
+        (sum.dropped_tokens, seeds / 20),
+        (sum.repairs, seeds / 100),
+        (sum.retreats, seeds / 100),
+        (sum.policy_changes, seeds / 2),
+        (sum.restarts, seeds / 2),
     ] {
-        assert!(what >= least, "{sums:?}");
+        assert!(what >= least, "{sum:?}");
+    }
+}
+
+/// A simulation that does not find the faults of others proves nothing: each is planted, and must be found.
+#[test]
+fn planted_faults_are_found() {
+    for fault in Plant::ALL {
+        let found = std::thread::scope(|scope| {
+            let search = scope.spawn(move || {
+                plant(Some(fault));
+                (0..200).find(|&seed| std::panic::catch_unwind(|| run(seed)).is_err())
+            });
+            search.join().expect("a panic of the world is caught")
+        });
+        println!("{fault:?}: found by seed {found:?}");
+        assert!(found.is_some(), "{fault:?} is not found within 200 seeds");
     }
 }
 

@@ -105,6 +105,7 @@ impl Load {
                 batch_pages: 4,
                 window_batches: 2,
                 host_share_percent: 60,
+                ..PrefetchConfig::default()
             })
             .build()
             .unwrap();

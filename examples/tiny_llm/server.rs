@@ -161,6 +161,7 @@ impl<'m> Server<'m> {
                 batch_pages: 3,
                 window_batches: 2,
                 host_share_percent: 75,
+                ..PrefetchConfig::default()
             });
         if !options.publish_early {
             // Pages nobody owns hold garbage. Where computation is launched late it may still need them.

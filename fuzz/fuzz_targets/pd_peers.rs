@@ -9,8 +9,9 @@ use libfuzzer_sys::fuzz_target;
 use sapwood::base::Time;
 use sapwood::pd::grant::{Destination, Granted};
 use sapwood::pd::layout::{Component, Entry, EntryId, Group, Layout, Role, Shape, TokenSplit};
-use sapwood::pd::receiver::{self, Fence, Receiver, ReceiverConfig, RecvSpec};
+use sapwood::pd::receiver::{self, Fence, Receiver, ReceiverConfig, RecvSpec, ScatterId};
 use sapwood::pd::sender::{self, Outcome, SendSpec, Sender, SenderConfig, Tail};
+use sapwood::pd::staging::{StagingBuffers, StagingRing};
 use sapwood::pd::topo::{Rank, Topology};
 use sapwood::pd::wire::{Body, Frame, Head, Metadata, Prompt, Quiet, Status};
 use sapwood::pd::{Incarnation, PeerId, Reason, RoomKey, Serial, XferId};
@@ -64,11 +65,16 @@ struct World {
     to_d: VecDeque<Vec<u8>>,
     posted: Vec<(XferId, u64)>,
     fences: Vec<(PeerId, Incarnation)>,
+    gathers: Vec<u64>,
+    scatters: Vec<ScatterId>,
     out: BTreeSet<u32>,
 }
 
+/// Packs every chunk, so that staging is most of what happens.
 fn sender(life: u64) -> Sender {
+    let staging = StagingBuffers { region: 1, base: 0, buffer_bytes: 64, buffers: 2, copies_min: 1 };
     let c = SenderConfig {
+        staging: Some(staging),
         chunk_pages_max: 2,
         in_flight_max: 3,
         tombs_max: 4,
@@ -80,8 +86,10 @@ fn sender(life: u64) -> Sender {
         .expect("a valid layout")
 }
 
-fn receiver(life: u64) -> Receiver {
-    let c = ReceiverConfig { quarantine_units_max: 16, tombs_max: 4, ..ReceiverConfig::default() };
+fn receiver(life: u64, ring: u64) -> Receiver {
+    let staging = (ring > 0).then_some(StagingRing { region: 1, base: 0, bytes: ring * 16, chunks_max: 4 });
+    let c =
+        ReceiverConfig { staging, quarantine_units_max: 16, tombs_max: 4, ..ReceiverConfig::default() };
     let blob = Vec::new();
     Receiver::new(Incarnation(life * 2 + 2), c, 1, Topology::single(1), Rank::default(), layout(), blob)
         .expect("a valid layout")
@@ -100,20 +108,34 @@ impl World {
             self.to_p.push_back(b);
         }
         while let Some(a) = self.p.poll_action() {
-            if let sender::Action::Write { xfer, copies, .. } = a {
-                self.posted.push((xfer, copies.iter().map(|c| c.len).sum()));
+            match a {
+                sender::Action::Write { xfer, copies, .. } => {
+                    self.posted.push((xfer, copies.iter().map(|c| c.len).sum()));
+                }
+                sender::Action::Gather { job, .. } => self.gathers.push(job),
+                sender::Action::Attach { .. } => {}
             }
         }
         while let Some(a) = self.d.poll_action() {
-            if let receiver::Action::Fence { peer, inc, .. } = a {
-                self.fences.push((peer, inc));
+            match a {
+                receiver::Action::Fence { peer, inc, .. } => self.fences.push((peer, inc)),
+                receiver::Action::Scatter { id, copies } => {
+                    let into = copies.iter().map(|c| (c.dst_off / 16) as u32);
+                    into.for_each(|page| assert!(self.out.contains(&page), "scatters into page {page} of nobody"));
+                    self.scatters.push(id);
+                }
+                _ => {}
             }
         }
         while self.p.poll_event().is_some() {}
         while let Some(e) = self.d.poll_event() {
             let back = match e {
                 receiver::Event::Done { outcome: Ok(a), .. } => a.pages.into_destination(),
-                receiver::Event::Released { pages, .. } => pages.into_destination(),
+                receiver::Event::Released { pages, .. } => {
+                    let busy = self.scatters.iter().any(|s| s.chunk.serial == pages.serial());
+                    assert!(!busy, "released under a scatter");
+                    pages.into_destination()
+                }
                 _ => Destination::default(),
             };
             back.full.iter().for_each(|p| assert!(self.out.remove(p), "page {p} came back twice"));
@@ -131,7 +153,8 @@ impl World {
             (self.d.incarnation(), self.p.incarnation())
         };
         let (k, serial) = (key(i), Serial(i.small(8)));
-        let body = match i.small(14) {
+        let (chunk, tail) = (i.small(4) as u32, i.small(4) * 16);
+        let body = match i.small(18) {
             0 => Body::Announce,
             1 => Body::MetadataAck,
             2 => Body::StatusAck,
@@ -140,7 +163,20 @@ impl World {
             5 => Body::Status(Status::Working),
             6 => Body::Status(Status::Failed(Reason::from_code(i.small(30) as u16))),
             7 | 8 => Body::Status(Status::Done { bytes: i.small(6) * 16, checksum: 0, aux: Vec::new() }),
-            9 => Body::Topup { from: i.small(5) as u32, pages: (0..i.small(6)).map(|p| p as u32).collect() },
+            9 => Body::Topup {
+                from: i.small(5) as u32,
+                pages: (0..i.small(6)).map(|p| p as u32).collect(),
+                window: Vec::new(),
+            },
+            12 => Body::StageAsk {
+                chunk,
+                first: i.small(5) as u32,
+                pages: i.small(4) as u32,
+                bytes: 16 * i.small(5) as u32,
+            },
+            13 => Body::StageReady { chunk },
+            14 => Body::StageGrant { chunk, at: if i.small(4) == 0 { u64::MAX } else { i.small(9) * 16 }, tail },
+            15 => Body::StageTaken { chunk, tail },
             10 => Body::Ping { stamp: 0, floor: Serial(i.small(9)) },
             11 => Body::Pong { stamp: 0 },
             _ => Body::Metadata(Box::new(Metadata {
@@ -158,7 +194,7 @@ impl World {
 
     fn step(&mut self, op: u8, i: &mut Input<'_>) {
         let now = self.now;
-        match op % 16 {
+        match op % 18 {
             0 | 1 => {
                 if let Some(b) = self.to_d.pop_front() {
                     self.d.handle_frame(now, P, &b);
@@ -213,6 +249,18 @@ impl World {
                 }
             }
             13 => self.forge(i),
+            16 => {
+                if !self.gathers.is_empty() {
+                    let job = self.gathers.remove(i.small(self.gathers.len() as u64) as usize);
+                    self.p.handle_gathered(now, job, i.small(8) > 0);
+                }
+            }
+            17 => {
+                if !self.scatters.is_empty() {
+                    let id = self.scatters.remove(i.small(self.scatters.len() as u64) as usize);
+                    self.d.handle_scattered(now, id);
+                }
+            }
             14 => {
                 if let Some((peer, inc)) = self.fences.pop() {
                     let how = if i.small(2) == 0 { Fence::Proven } else { Fence::Unproven };
@@ -225,6 +273,7 @@ impl World {
                     self.life += 1;
                     self.p = sender(self.life);
                     self.posted.clear();
+                    self.gathers.clear();
                 }
                 1 => self.d.handle_restored(now, key(i)),
                 2 => {
@@ -248,18 +297,21 @@ impl World {
 }
 
 fuzz_target!(|data: &[u8]| {
+    let mut i = Input(data);
+    let ring = i.small(10);
     let mut w = World {
         now: Time(1),
         life: 1,
         p: sender(1),
-        d: receiver(1),
+        d: receiver(1, ring),
         to_p: VecDeque::new(),
         to_d: VecDeque::new(),
         posted: Vec::new(),
         fences: Vec::new(),
+        gathers: Vec::new(),
+        scatters: Vec::new(),
         out: BTreeSet::new(),
     };
-    let mut i = Input(data);
     while let Some(op) = i.byte() {
         w.step(op, &mut i);
     }

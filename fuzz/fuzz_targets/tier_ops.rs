@@ -155,6 +155,8 @@ fn config(setup: &Setup) -> CoreConfig {
             batch_pages: setup.batch_pages.0,
             window_batches: setup.window_batches.0,
             host_share_percent: setup.share_percent.0,
+            retry_ms: 0,
+            ..PrefetchConfig::default()
         },
         loads_in_flight_max: setup.loads_in_flight_max.0,
         exclusive: setup.exclusive,

@@ -171,6 +171,10 @@ pub struct Space {
     namespace: NamespaceDigest,
 }
 
+/// Stands for the descriptor of links: objects that say where the bytes of a page are
+/// ([`group`](crate::backend::store::group)). No descriptor has this digest.
+pub const LINKS: DescriptorDigest = DescriptorDigest(*b"sapwood-links-v1 ...............");
+
 impl NamespaceDigest {
     /// The namespace without adapter, salt and user key.
     pub const DEFAULT: NamespaceDigest = NamespaceDigest([0; 32]);
@@ -182,6 +186,18 @@ impl NamespaceDigest {
         let mut tag = [0; 8];
         tag.copy_from_slice(&digest[..8]);
         tag
+    }
+
+    /// 64 lower-case hex digits.
+    #[must_use]
+    pub fn hex(&self) -> String {
+        hex(&self.0)
+    }
+
+    /// Reads what [`NamespaceDigest::hex`] wrote; anything else is `None`.
+    #[must_use]
+    pub fn from_hex(text: &str) -> Option<NamespaceDigest> {
+        bytes_of_hex(text).map(NamespaceDigest)
     }
 }
 
@@ -215,20 +231,15 @@ impl StoreKey {
     /// Reads what [`StoreKey::hex`] wrote; anything else is `None`.
     #[must_use]
     pub fn from_hex(text: &str) -> Option<StoreKey> {
-        let text = text.as_bytes();
-        if text.len() != 64 {
-            return None;
-        }
-        let digit = |b: u8| match b {
-            b'0'..=b'9' => Some(b - b'0'),
-            b'a'..=b'f' => Some(b - b'a' + 10),
-            _ => None,
-        };
-        let mut bytes = [0; 32];
-        for (out, pair) in bytes.iter_mut().zip(text.chunks_exact(2)) {
-            *out = digit(pair[0])? << 4 | digit(pair[1])?;
-        }
-        Some(StoreKey(bytes))
+        bytes_of_hex(text).map(StoreKey)
+    }
+}
+
+impl DescriptorDigest {
+    /// 64 lower-case hex digits.
+    #[must_use]
+    pub fn hex(&self) -> String {
+        hex(&self.0)
     }
 }
 
@@ -265,6 +276,16 @@ impl Space {
         self.namespace
     }
 
+    /// Whether an object of this space under `key` goes when `namespace` is cleared. A link only has the tag in its
+    /// key to say whose it is; should two namespaces share one, that costs misses and no more.
+    #[must_use]
+    pub fn is_cleared_with(&self, key: &StoreKey, namespace: &NamespaceDigest) -> bool {
+        match self.descriptor == LINKS {
+            true => key.tag() == namespace.tag(),
+            false => self.namespace == *namespace,
+        }
+    }
+
     /// The key of a page. Two SHA-256 compressions and one for the tag.
     #[must_use]
     pub fn key(&self, page_hash: &[u8; 32]) -> StoreKey {
@@ -288,6 +309,23 @@ fn hex(bytes: &[u8]) -> String {
         let _ = write!(out, "{b:02x}");
         out
     })
+}
+
+fn bytes_of_hex(text: &str) -> Option<[u8; 32]> {
+    let text = text.as_bytes();
+    if text.len() != 64 {
+        return None;
+    }
+    let digit = |b: u8| match b {
+        b'0'..=b'9' => Some(b - b'0'),
+        b'a'..=b'f' => Some(b - b'a' + 10),
+        _ => None,
+    };
+    let mut bytes = [0; 32];
+    for (out, pair) in bytes.iter_mut().zip(text.chunks_exact(2)) {
+        *out = digit(pair[0])? << 4 | digit(pair[1])?;
+    }
+    Some(bytes)
 }
 
 macro_rules! debug_as_hex {

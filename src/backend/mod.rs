@@ -1,6 +1,8 @@
 //! Floor 4: what touches memory, devices, files and sockets.
 
 #[cfg(feature = "host")]
+pub mod crc;
+#[cfg(feature = "host")]
 pub mod device;
 #[cfg(feature = "host")]
 pub mod host;

@@ -87,6 +87,12 @@ pub struct Mapping {
     pub numa_node: Option<u32>,
 }
 
+impl Mapping {
+    /// The default: for this process, ordinary pages, any node.
+    pub const PRIVATE: Mapping =
+        Mapping { sharing: Sharing::Private, huge_pages: HugePages::Never, numa_node: None };
+}
+
 /// A mapping. Pages of the system are committed when first touched, so a large region costs address space only.
 #[derive(Debug)]
 pub struct Region {

@@ -7,6 +7,7 @@ pub mod heap;
 pub mod ids;
 pub mod invariant;
 pub mod limits;
+pub mod plant;
 pub mod slab;
 pub mod tag_table;
 pub mod time;

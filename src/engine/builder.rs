@@ -9,12 +9,11 @@ use super::delivery::Delivery;
 use super::draft::{DraftPlan, DraftPlanError};
 use super::executor::{Bell, Executor};
 use super::lane::{LaneConfig, StoreLane};
+use super::names::store_plane;
 use super::registration::{AloneVotes, RankVotes, Registered, RegistrationError};
 use crate::backend::device::{Device, DeviceError};
 use crate::backend::host::{HostArena, MemoryError, MemoryPlan};
-use crate::backend::identity::{
-    ByteOrder, Content, Descriptor, DescriptorError, Dtype, Plane as StorePlane, Shard,
-};
+use crate::backend::identity::{ByteOrder, Content, Descriptor, DescriptorError, Dtype, Shard};
 use crate::backend::region::Sharing;
 use crate::backend::store::{ArenaNeed, Store};
 use crate::base::{PageId, Tier};
@@ -55,19 +54,14 @@ impl ModelIdentity {
     #[must_use]
     pub fn descriptor(&self, geometry: &Geometry, plane: &Plane) -> Descriptor {
         let row_bytes = plane.row_bytes();
-        let (store_plane, content) = match plane.kind() {
-            PlaneKind::Target => (StorePlane::Target, kv(row_bytes)),
-            PlaneKind::Draft => {
-                let window = plane.pool() == PoolKind::Window;
-                let name = if window { StorePlane::DraftWindow } else { StorePlane::Draft };
-                (name, if plane.parts() == 1 { Content::Mla { row_bytes } } else { kv(row_bytes) })
+        let content = match plane.kind() {
+            PlaneKind::Draft if plane.parts() == 1 => Content::Mla { row_bytes },
+            PlaneKind::Target | PlaneKind::Draft => kv(row_bytes),
+            PlaneKind::Latent => Content::Mla { row_bytes },
+            PlaneKind::State => Content::State { state_bytes: plane.page_bytes() },
+            PlaneKind::Index | PlaneKind::DraftIndex | PlaneKind::Scale | PlaneKind::Other(_) => {
+                Content::Rows { row_bytes }
             }
-            PlaneKind::DraftIndex => (StorePlane::DraftIndex, Content::Rows { row_bytes }),
-            PlaneKind::Latent => (StorePlane::Target, Content::Mla { row_bytes }),
-            PlaneKind::Index => (StorePlane::Index, Content::Rows { row_bytes }),
-            PlaneKind::Scale => (StorePlane::Scale, Content::Rows { row_bytes }),
-            PlaneKind::State => (StorePlane::State, Content::State { state_bytes: plane.page_bytes() }),
-            PlaneKind::Other(n) => (StorePlane::Other(u16::from(n)), Content::Rows { row_bytes }),
         };
         Descriptor {
             model: self.model.clone(),
@@ -76,7 +70,7 @@ impl ModelIdentity {
             dtype: self.dtype,
             content,
             order: ByteOrder::PageLayerKv,
-            plane: store_plane,
+            plane: store_plane(plane.kind(), plane.pool()),
             shard: self.shard,
             page_tokens: geometry.page_size_tokens(),
             layers: plane.layers(),
@@ -385,6 +379,8 @@ impl Builder {
             exclusive: self.exclusive,
             write_ahead_percent: self.write_ahead_percent,
             loads_in_flight_max: self.loads_in_flight_max,
+            window: None,
+            state: None,
         };
         config.validate()?;
         Ok(config)

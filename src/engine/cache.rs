@@ -290,8 +290,9 @@ impl PrefixCache {
 
     fn run_actions(&mut self, now: Time) {
         if let Some(scrub) = &mut self.scrub {
-            for (tier, page) in self.core.take_freed() {
-                scrub.0(tier, page);
+            for freed in self.core.take_freed() {
+                let first = freed.pages.first.0;
+                (first..first + freed.pages.pages).for_each(|page| scrub.0(freed.tier, PageId(page)));
             }
         }
         while self.core.has_actions() {

@@ -283,7 +283,7 @@ impl Executor {
             Action::CopyToDevice { op, pairs, after } => {
                 self.copy(op, Direction::HostToDevice, &pairs, after)
             }
-            Action::StoreQuery { op, namespace, hashes } => {
+            Action::StoreQuery { op, namespace, hashes, .. } => {
                 match self.lane.as_mut().filter(|l| l.is_open()) {
                     Some(lane) => lane.query(op, namespace, hashes),
                     None => self.ended(Event::Queried { op, present: None }),

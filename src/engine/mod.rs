@@ -10,7 +10,9 @@ mod delivery;
 mod draft;
 mod executor;
 mod lane;
+mod names;
 mod registration;
+pub mod remote;
 mod report;
 mod request;
 

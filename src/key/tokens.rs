@@ -87,9 +87,9 @@ pub struct TokenError {
 /// The first token that is negative or above `u32::MAX`.
 pub fn tokens_from_i64(from: &[i64], into: &mut Vec<u32>) -> Result<(), TokenError> {
     into.clear();
-    // One OR over the high halves decides; the second pass only runs to name the culprit.
-    let high = from.iter().fold(0i64, |acc, &t| acc | (t >> 32));
-    if high != 0
+    // One OR over all decides; the second pass only runs to name the culprit.
+    let all = from.iter().fold(0, |acc, &t| acc | t);
+    if all >> 32 != 0
         && let Some((position, &token)) = from.iter().enumerate().find(|(_, t)| **t >> 32 != 0)
     {
         return Err(TokenError { position, token });

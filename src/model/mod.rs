@@ -356,16 +356,16 @@ impl Model {
         self.locks.push(at);
     }
 
-    /// Unlocks it. Pages that nobody locks any more count as used.
+    /// A request unlocks it: the path counts as used.
     pub fn unlock(&mut self, at: At) {
-        let before = self.covered(&self.locks);
+        self.drop_lock(at);
+        self.touch(at);
+    }
+
+    /// An operation unlocks it: nothing counts as used.
+    pub(super) fn drop_lock(&mut self, at: At) {
         let i = self.locks.iter().position(|&l| l == at).expect("unlock what was locked");
         self.locks.remove(i);
-        let after = self.covered(&self.locks);
-        let now = self.tick();
-        for &i in before.difference(&after) {
-            self.page(i).used = now;
-        }
     }
 
     /// Pins the host copies of the path to a page. True if that takes a lock, too: where a page of the path may have no
@@ -379,22 +379,31 @@ impl Model {
         locked
     }
 
-    /// Unpins them. Pages that are only on the host and free of holds now count as used.
+    /// A request unpins them: pages that are only on the host count as used.
     pub fn unpin(&mut self, at: At, locked: bool) {
-        let before = self.covered(&self.pins);
-        let i = self.pins.iter().position(|&l| l == at).expect("unpin what was pinned");
-        self.pins.remove(i);
-        let after = self.covered(&self.pins);
-        let under_lock = self.covered(&self.locks);
+        self.drop_pin(at);
         let now = self.tick();
-        for &i in before.difference(&after) {
-            if self.pages[&i].device == Slot::Empty && !under_lock.contains(&i) {
+        for i in self.up(at) {
+            if self.pages[&i].device == Slot::Empty {
                 self.page(i).used = now;
             }
         }
         if locked {
             self.unlock(at);
         }
+    }
+
+    /// An operation, or a plan, unpins them: nothing counts as used.
+    pub fn unpin_unused(&mut self, at: At, locked: bool) {
+        self.drop_pin(at);
+        if locked {
+            self.drop_lock(at);
+        }
+    }
+
+    pub(super) fn drop_pin(&mut self, at: At) {
+        let i = self.pins.iter().position(|&l| l == at).expect("unpin what was pinned");
+        self.pins.remove(i);
     }
 
     fn add(&mut self, parent: At, ns: u32, tokens: &[u32]) -> At {

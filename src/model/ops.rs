@@ -79,7 +79,12 @@ impl Model {
             };
             let mine = self.ops[&op].pages.clone();
             let ruled = load || self.backed_up_parent;
-            let above = mine.first().map_or(Slot::There(0), |top| side(self, self.pages[top].parent));
+            // A load of components alone rests on the page that it is for.
+            let above = match mine.first() {
+                Some(top) => side(self, self.pages[top].parent),
+                None if load => side(self, self.ops[&op].end),
+                None => Slot::There(0),
+            };
             let publish = match above {
                 _ if !ok => false,
                 Slot::Flying { op: on, .. } if ruled => {
@@ -103,10 +108,9 @@ impl Model {
             self.end_copies(load, &done.copies, publish);
             let end = done.end;
             if load {
-                let i = self.pins.iter().position(|&l| l == end).expect("a load pins its path");
-                self.pins.remove(i);
+                self.drop_pin(end);
             }
-            self.unlock(end);
+            self.drop_lock(end);
             let kind = if publish { SettledKind::Published } else { SettledKind::Failed(back) };
             settled.push(Settled { op, kind });
             queue.extend(done.waiters.iter().map(|&waiter| (waiter, true)));

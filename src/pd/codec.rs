@@ -6,6 +6,7 @@ use crate::pd::layout::{
     AXIS_GROUPS_MAX, Component, ENTRIES_MAX, Entry, EntryId, Group, HeadOrder, Layout, REGIONS_MAX, Role,
     Shape, TokenSplit,
 };
+use crate::pd::staging::StagingRing;
 use crate::pd::topo::{CpSpread, Rank, STAGES_MAX, Topology};
 use crate::pd::wire::{FrameError, PAGES_MAX};
 
@@ -61,6 +62,15 @@ impl Writer<'_> {
         let head = [t.dp, t.cp, t.tp, spread, u32::from(t.page_shard), t.stage_layers.len() as u32];
         head.iter().chain(&t.stage_layers).for_each(|v| payload.extend_from_slice(&v.to_le_bytes()));
         self.bytes(tag, &payload);
+    }
+
+    pub(super) fn ring(&mut self, tag: u16, r: &StagingRing) {
+        let mut p = Vec::with_capacity(24);
+        p.extend_from_slice(&r.region.to_le_bytes());
+        p.extend_from_slice(&r.chunks_max.to_le_bytes());
+        p.extend_from_slice(&r.base.to_le_bytes());
+        p.extend_from_slice(&r.bytes.to_le_bytes());
+        self.bytes(tag, &p);
     }
 
     pub(super) fn layout(&mut self, tag: u16, l: &Layout) {
@@ -237,6 +247,16 @@ impl<'a> Reader<'a> {
         let n = c.count(4, STAGES_MAX)?;
         let stage_layers = (0..n).map(|_| c.u32()).collect::<Result<_, _>>()?;
         Ok(Topology { dp, cp, tp, stage_layers, cp_spread, page_shard })
+    }
+
+    /// A ring; an absent field is none.
+    pub(super) fn ring(&self, tag: u16) -> Result<Option<StagingRing>, FrameError> {
+        if self.find(tag).is_none() {
+            return Ok(None);
+        }
+        let mut c = self.cursor(tag)?;
+        let (region, chunks_max, base, bytes) = (c.u32()?, c.u32()?, c.u64()?, c.u64()?);
+        Ok(Some(StagingRing { region, base, bytes, chunks_max }))
     }
 
     pub(super) fn layout(&self, tag: u16) -> Result<Layout, FrameError> {

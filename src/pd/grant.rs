@@ -133,11 +133,12 @@ impl Granted {
         &self.dest
     }
 
-    /// Adds pages in front of the full-attention list, for a prefix that broke.
+    /// Adds pages in front of both lists of pages, for a prefix that broke.
     pub(super) fn prepend(&mut self, pages: Granted) {
-        let mut full = pages.dest.full;
+        let Destination { mut full, mut window, .. } = pages.dest;
         full.append(&mut self.dest.full);
-        self.dest.full = full;
+        window.append(&mut self.dest.window);
+        (self.dest.full, self.dest.window) = (full, window);
     }
 
     /// Moves full-attention pages of the range out as complete; slots and window pages go with the last of

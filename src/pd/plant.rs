@@ -18,11 +18,15 @@ pub enum Plant {
     GuessedV,
     /// The receiver believes reported success without counting bytes.
     NoByteCount,
+    /// The receiver frees pages while it scatters a packed chunk into them.
+    ScatterUncounted,
+    /// The receiver reuses the staging places of a failed room at once.
+    RingWithoutProof,
 }
 
 impl Plant {
     /// All of them.
-    pub const ALL: [Plant; 7] = [
+    pub const ALL: [Plant; 9] = [
         Plant::FreeOnTimeout,
         Plant::AckBeforeQuiet,
         Plant::NoEpochCheck,
@@ -30,5 +34,7 @@ impl Plant {
         Plant::NoClosedGuard,
         Plant::GuessedV,
         Plant::NoByteCount,
+        Plant::ScatterUncounted,
+        Plant::RingWithoutProof,
     ];
 }

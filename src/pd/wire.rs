@@ -17,6 +17,7 @@ use crate::pd::crc::crc32c;
 use crate::pd::ids::{Incarnation, RoomKey, Serial};
 use crate::pd::layout::Layout;
 use crate::pd::reason::{Incompatible, Reason};
+use crate::pd::staging::StagingRing;
 use crate::pd::topo::{Rank, Topology};
 
 /// Version spoken here. A peer with another one is refused with [`Incompatible::Version`].
@@ -138,6 +139,8 @@ pub struct Register {
     pub floor: Serial,
     /// What the transport needs; opaque here.
     pub blob: Vec<u8>,
+    /// Where packed chunks may be put, if the rank takes any.
+    pub ring: Option<StagingRing>,
 }
 
 /// P to D: the verdict on a registration, with the mirror image of it.
@@ -241,6 +244,8 @@ pub enum Body {
         from: u32,
         /// All destination pages from there on, the ones that were known among them.
         pages: Vec<u32>,
+        /// Likewise of the trailing window, which may begin earlier now.
+        window: Vec<u32>,
     },
     /// Either way.
     Ping {
@@ -258,14 +263,18 @@ pub enum Body {
     StageAsk {
         /// Chunk of the room.
         chunk: u32,
-        /// Bytes.
+        /// Position of its first page.
+        first: u32,
+        /// Pages.
+        pages: u32,
+        /// Bytes of this rank's part.
         bytes: u32,
     },
     /// D to P: the place of a chunk, as absolute position in the ring.
     StageGrant {
         /// Chunk of the room.
         chunk: u32,
-        /// First byte; `u64::MAX` means it can never fit.
+        /// First byte; `u64::MAX` means that it has to go unpacked.
         at: u64,
         /// Everything below this is free for reuse.
         tail: u64,
@@ -274,8 +283,6 @@ pub enum Body {
     StageReady {
         /// Chunk of the room.
         chunk: u32,
-        /// Index of the writer among the contacted ranks.
-        writer: u32,
     },
     /// D to P: the chunk is scattered or dropped; nothing about it need be repeated.
     StageTaken {
@@ -393,6 +400,9 @@ impl Body {
                 w.u32(5, r.attach);
                 w.bytes(6, &r.blob);
                 w.u64(7, r.floor.0);
+                if let Some(ring) = &r.ring {
+                    w.ring(8, ring);
+                }
                 1
             }
             Body::RegisterReply(r) => {
@@ -456,9 +466,12 @@ impl Body {
                 8
             }
             Body::StatusAck => 9,
-            Body::Topup { from, pages } => {
+            Body::Topup { from, pages, window } => {
                 w.u32(1, *from);
                 w.pages(2, pages);
+                if !window.is_empty() {
+                    w.pages(3, window);
+                }
                 10
             }
             Body::Ping { stamp, floor } => {
@@ -470,9 +483,11 @@ impl Body {
                 w.u64(1, *stamp);
                 12
             }
-            Body::StageAsk { chunk, bytes } => {
+            Body::StageAsk { chunk, first, pages, bytes } => {
                 w.u32(1, *chunk);
                 w.u32(2, *bytes);
+                w.u32(3, *first);
+                w.u32(4, *pages);
                 13
             }
             Body::StageGrant { chunk, at, tail } => {
@@ -481,9 +496,8 @@ impl Body {
                 w.u64(3, *tail);
                 14
             }
-            Body::StageReady { chunk, writer } => {
+            Body::StageReady { chunk } => {
                 w.u32(1, *chunk);
-                w.u32(2, *writer);
                 15
             }
             Body::StageTaken { chunk, tail } => {
@@ -504,6 +518,7 @@ impl Body {
                 attach: r.u32(5)?,
                 blob: r.bytes(6, BLOB_BYTES_MAX)?,
                 floor: Serial(r.u64(7)?),
+                ring: r.ring(8)?,
             })),
             2 => Body::RegisterReply(Box::new(decode_register_reply(r)?)),
             3 => Body::Announce,
@@ -526,12 +541,12 @@ impl Body {
             }),
             8 => Body::Status(decode_status(r)?),
             9 => Body::StatusAck,
-            10 => Body::Topup { from: r.u32(1)?, pages: r.pages(2)? },
+            10 => Body::Topup { from: r.u32(1)?, pages: r.pages(2)?, window: r.pages(3)? },
             11 => Body::Ping { stamp: r.u64(1)?, floor: Serial(r.u64(2)?) },
             12 => Body::Pong { stamp: r.u64(1)? },
-            13 => Body::StageAsk { chunk: r.u32(1)?, bytes: r.u32(2)? },
+            13 => Body::StageAsk { chunk: r.u32(1)?, first: r.u32(3)?, pages: r.u32(4)?, bytes: r.u32(2)? },
             14 => Body::StageGrant { chunk: r.u32(1)?, at: r.u64(2)?, tail: r.u64(3)? },
-            15 => Body::StageReady { chunk: r.u32(1)?, writer: r.u32(2)? },
+            15 => Body::StageReady { chunk: r.u32(1)? },
             16 => Body::StageTaken { chunk: r.u32(1)?, tail: r.u64(2)? },
             other => return Err(FrameError::Kind(other)),
         })

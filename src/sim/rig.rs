@@ -4,14 +4,15 @@
 //! source and writes its destination at the moment the test completes it, so a page that changed owner too early
 //! shows as a wrong stamp. Freed pages are poisoned at once.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::base::{Digest, Fence, NamespaceId, OpId, PageId, Tier, Time};
-use crate::key::{Namespace, PageHash};
+use crate::key::{Key, Namespace, PageHash, hash_pages};
 use crate::tiers::{
     Action, Alloc, Checkpoint, Core, CoreConfig, CoreError, Event, LoadBack, LoadState, MatchInfo,
-    PageOutcome, PagePair, Prefetch, PrefetchState, RequestId, StoreItem,
+    PageCounts, PageOutcome, PagePair, PoolKind, Prefetch, PrefetchState, RequestId, StoreItem, WritePolicy,
 };
+use crate::tree::Component;
 
 /// Content of a page: a name of namespace and whole token prefix up to the page's end.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -29,6 +30,13 @@ impl Stamp {
         prefix.iter().for_each(|&token| digest.mix(u64::from(token)));
         Stamp(digest.value())
     }
+
+    /// The stamp of the page of a pool that ends `prefix`.
+    #[must_use]
+    pub fn in_pool(pool: PoolKind, namespace: NamespaceId, prefix: &[u32]) -> Stamp {
+        let Stamp(full) = Stamp::of(namespace, prefix);
+        Stamp(full.wrapping_add(pool.index() as u64))
+    }
 }
 
 /// One piece of work that the core asked for and that has not ended.
@@ -38,8 +46,8 @@ pub enum Pending {
     ToHost(OpId, Vec<PagePair>),
     /// Host to device.
     ToDevice(OpId, Vec<PagePair>),
-    /// Which of these does the store hold?
-    Query(OpId, Vec<PageHash>),
+    /// Which of these does the store hold, in each of the pools?
+    Query(OpId, Vec<PageHash>, Vec<PoolKind>),
     /// Read from the store.
     Get(OpId, u32, Vec<StoreItem>),
     /// Write to the store.
@@ -53,7 +61,7 @@ impl Pending {
         match self {
             Pending::ToHost(op, _)
             | Pending::ToDevice(op, _)
-            | Pending::Query(op, _)
+            | Pending::Query(op, _, _)
             | Pending::Get(op, _, _)
             | Pending::Put(op, _, _) => *op,
         }
@@ -71,6 +79,9 @@ pub enum Call {
     Each(Vec<PageOutcome>),
 }
 
+/// Name of a page in a store: the index of its pool, and its hash.
+type Name = (usize, PageHash);
+
 /// A core with memories and a manual executor. Methods panic on what a correct core can not do: they are checks.
 #[derive(Debug)]
 pub struct Rig {
@@ -80,9 +91,12 @@ pub struct Rig {
     pub pending: Vec<Pending>,
     /// Operations whose result is not wanted any more.
     pub cancelled: Vec<OpId>,
-    device: Vec<Stamp>,
-    host: Vec<Stamp>,
-    store: BTreeMap<PageHash, Stamp>,
+    /// By pool.
+    device: [Vec<Stamp>; 3],
+    host: [Vec<Stamp>; 3],
+    store: BTreeMap<Name, Stamp>,
+    /// What the store lost by its own choice.
+    lost: BTreeSet<Name>,
     page_size: usize,
     garbage: u64,
 }
@@ -99,9 +113,10 @@ impl Rig {
             core,
             pending: Vec::new(),
             cancelled: Vec::new(),
-            device: Vec::new(),
-            host: Vec::new(),
+            device: Default::default(),
+            host: Default::default(),
             store: BTreeMap::new(),
+            lost: BTreeSet::new(),
             page_size: config.page_size as usize,
             garbage: 0,
         }
@@ -133,7 +148,12 @@ impl Rig {
 
     /// Starts a load.
     pub fn load_back(&mut self, request: RequestId) -> Result<LoadBack, CoreError> {
-        let started = self.core.load_back(request);
+        self.load_back_within(request, u32::MAX)
+    }
+
+    /// Starts a load that may take so many pages.
+    pub fn load_back_within(&mut self, request: RequestId, budget_pages: u32) -> Result<LoadBack, CoreError> {
+        let started = self.core.load_back_within(request, budget_pages);
         self.after();
         started
     }
@@ -166,11 +186,21 @@ impl Rig {
     pub fn compute(&mut self, request: RequestId, tokens: &[u32], namespace: NamespaceId) {
         let pages = self.core.pages(request).expect("a live request").to_vec();
         let own = self.own_from(request);
+        let parts = self.core.request_components(request).expect("a live request");
+        let window = &parts.window[parts.window.len() - pages[own..].len().min(parts.window.len())..];
         for (i, page) in pages.iter().enumerate().skip(own) {
             let end = ((i + 1) * self.page_size).min(tokens.len());
-            if end > i * self.page_size {
-                slot(&mut self.device, *page, Stamp::of(namespace, &tokens[..end]));
+            if end <= i * self.page_size {
+                break;
             }
+            slot(&mut self.device[0], *page, Stamp::of(namespace, &tokens[..end]));
+            if let Some(&page) = window.get(i - own) {
+                slot(&mut self.device[1], page, Stamp::in_pool(PoolKind::Window, namespace, &tokens[..end]));
+            }
+        }
+        if self.core.config().state.is_some() {
+            let page = parts.state.expect("a request that computes owns a state slot");
+            slot(&mut self.device[2], page, Stamp::in_pool(PoolKind::State, namespace, tokens));
         }
     }
 
@@ -200,6 +230,13 @@ impl Rig {
         let aborted = self.core.abort(request, Fence::SETTLED);
         self.after();
         aborted
+    }
+
+    /// Changes the write policy.
+    pub fn set_write_policy(&mut self, write: WritePolicy, exclusive: bool) -> Result<(), CoreError> {
+        let changed = self.core.set_write_policy(write, exclusive);
+        self.after();
+        changed
     }
 
     /// Tells the time.
@@ -237,7 +274,7 @@ impl Rig {
     /// Pages of `tokens` that a look-up finds on device and host, without touching anything.
     #[must_use]
     pub fn peek(&self, tokens: &[u32]) -> (u32, u32) {
-        let found = self.core.tree().peek(crate::key::Key::new(NamespaceId::DEFAULT, tokens));
+        let found = self.core.tree().peek(Key::new(NamespaceId::DEFAULT, tokens));
         (found.device_pages, found.host_pages)
     }
 
@@ -267,11 +304,11 @@ impl Rig {
         match self.pending.remove(index) {
             Pending::ToHost(op, pairs) => self.copy(op, &pairs, Tier::Host, how),
             Pending::ToDevice(op, pairs) => self.copy(op, &pairs, Tier::Device, how),
-            Pending::Query(op, hashes) => Event::Queried {
-                op,
-                present: (*how != Call::Fails)
-                    .then(|| hashes.iter().map(|h| self.store.contains_key(h)).collect()),
-            },
+            Pending::Query(op, hashes, pools) => {
+                let names = pools.iter().flat_map(|pool| hashes.iter().map(|h| (pool.index(), *h)));
+                let present = names.map(|name| self.store.contains_key(&name)).collect();
+                Event::Queried { op, present: (*how != Call::Fails).then_some(present) }
+            }
             Pending::Get(op, batch, items) => {
                 let outcomes = items.iter().enumerate().map(|(i, item)| self.get(i, item, how)).collect();
                 Event::Got { op, batch, outcomes }
@@ -285,9 +322,10 @@ impl Rig {
 
     fn copy(&mut self, op: OpId, pairs: &[PagePair], to: Tier, how: &Call) -> Event {
         for pair in pairs {
+            let pool = pair.pool.index();
             let (from, into) = match to {
-                Tier::Host => (&self.device, &mut self.host),
-                _ => (&self.host, &mut self.device),
+                Tier::Host => (&self.device[pool], &mut self.host[pool]),
+                _ => (&self.host[pool], &mut self.device[pool]),
             };
             let stamp = from.get(pair.source.0 as usize).copied().unwrap_or(Stamp::POISON);
             self.garbage += 1;
@@ -298,11 +336,12 @@ impl Rig {
 
     fn get(&mut self, index: usize, item: &StoreItem, how: &Call) -> PageOutcome {
         let outcome = outcome_of(how, index);
-        let stored = self.store.get(&item.hash).copied();
+        let pool = item.pool.index();
+        let stored = self.store.get(&(pool, item.hash)).copied();
         self.garbage += 1;
         match (outcome, stored) {
-            (PageOutcome::Done, Some(stamp)) => slot(&mut self.host, item.host_page, stamp),
-            _ => slot(&mut self.host, item.host_page, Stamp(self.garbage)),
+            (PageOutcome::Done, Some(stamp)) => slot(&mut self.host[pool], item.host_page, stamp),
+            _ => slot(&mut self.host[pool], item.host_page, Stamp(self.garbage)),
         }
         match stored {
             None => PageOutcome::Missing,
@@ -313,8 +352,10 @@ impl Rig {
     fn put(&mut self, index: usize, item: &StoreItem, how: &Call) -> PageOutcome {
         let outcome = outcome_of(how, index);
         if outcome == PageOutcome::Done {
-            let stamp = self.host.get(item.host_page.0 as usize).copied().unwrap_or(Stamp::POISON);
-            let before = self.store.insert(item.hash, stamp);
+            let pool = item.pool.index();
+            let stamp = self.host[pool].get(item.host_page.0 as usize).copied().unwrap_or(Stamp::POISON);
+            let before = self.store.insert((pool, item.hash), stamp);
+            self.lost.remove(&(pool, item.hash));
             assert!(before.is_none_or(|b| b == stamp), "a page hash names one content");
         }
         outcome
@@ -340,19 +381,62 @@ impl Rig {
 
     /// The store loses the `n`-th of its pages, by its own choice.
     pub fn lose_stored(&mut self, n: usize) {
-        if let Some(&hash) = self.store.keys().nth(n) {
-            self.store.remove(&hash);
+        if let Some(&name) = self.store.keys().nth(n) {
+            self.store.remove(&name);
+            self.lost.insert(name);
+        }
+    }
+
+    /// Somebody else writes the pages of `tokens` to the store, except where `skips` says no.
+    pub fn store_from_elsewhere(
+        &mut self,
+        namespace: NamespaceId,
+        tokens: &[u32],
+        mut skips: impl FnMut() -> bool,
+    ) {
+        let seed = self.core.tree().namespaces().seed(namespace);
+        let mut hashes = Vec::new();
+        hash_pages(Key::new(namespace, tokens), self.page_size as u32, seed, &mut hashes);
+        for (i, hash) in hashes.into_iter().enumerate() {
+            for pool in PoolKind::ALL {
+                if !skips() {
+                    let stamp = Stamp::in_pool(pool, namespace, &tokens[..(i + 1) * self.page_size]);
+                    self.store.insert((pool.index(), hash), stamp);
+                }
+            }
         }
     }
 
     /// Forgets what the store holds.
     pub fn clear_store(&mut self) {
+        self.lost.extend(self.store.keys());
         self.store.clear();
+    }
+
+    /// Everything that the core believes to be in the store is there, or was lost by the store's own choice.
+    ///
+    /// # Panics
+    /// If a page is not.
+    pub fn assert_stored(&self) {
+        let tree = self.core.tree();
+        let mut nodes = BTreeSet::new();
+        tree.for_each_page(Tier::Device, |node, _| _ = nodes.insert(node));
+        tree.for_each_page(Tier::Host, |node, _| _ = nodes.insert(node));
+        for node in nodes.into_iter().filter(|&node| tree.is_stored(node) == Ok(true)) {
+            for hash in tree.hashes(node).expect("a stored node has names") {
+                let name = (PoolKind::Full.index(), *hash);
+                assert!(
+                    self.store.contains_key(&name) || self.lost.contains(&name),
+                    "a page of node {node} counts as stored and is not in the store"
+                );
+            }
+        }
     }
 
     /// Takes over the store of another rig: a restart.
     pub fn inherit_store(&mut self, other: &Rig) {
-        self.store = other.store.clone();
+        self.store.clone_from(&other.store);
+        self.lost.clone_from(&other.lost);
     }
 
     /// Takes the core's actions, poisons what became free, checks every rule.
@@ -361,7 +445,9 @@ impl Rig {
             match action {
                 Action::CopyToHost { op, pairs, .. } => self.pending.push(Pending::ToHost(op, pairs)),
                 Action::CopyToDevice { op, pairs, .. } => self.pending.push(Pending::ToDevice(op, pairs)),
-                Action::StoreQuery { op, hashes, .. } => self.pending.push(Pending::Query(op, hashes)),
+                Action::StoreQuery { op, hashes, pools, .. } => {
+                    self.pending.push(Pending::Query(op, hashes, pools));
+                }
                 Action::StoreGet { op, batch, items, .. } => {
                     self.pending.push(Pending::Get(op, batch, items))
                 }
@@ -371,14 +457,14 @@ impl Rig {
                 Action::StoreCancel { op } => self.cancelled.push(op),
             }
         }
-        for (index, stamp) in self.device.iter_mut().enumerate() {
-            if self.core.is_free(Tier::Device, PageId(index as u32)) {
-                *stamp = Stamp::POISON;
-            }
-        }
-        for (index, stamp) in self.host.iter_mut().enumerate() {
-            if self.core.is_free(Tier::Host, PageId(index as u32)) {
-                *stamp = Stamp::POISON;
+        for pool in PoolKind::ALL {
+            for tier in [Tier::Device, Tier::Host] {
+                let memory = if tier == Tier::Device { &mut self.device } else { &mut self.host };
+                for (index, stamp) in memory[pool.index()].iter_mut().enumerate() {
+                    if is_free(&self.core, tier, pool, PageId(index as u32)) {
+                        *stamp = Stamp::POISON;
+                    }
+                }
             }
         }
         self.check();
@@ -392,24 +478,36 @@ impl Rig {
         let broken = self.core.sanity();
         assert!(broken.is_empty(), "broken rules: {broken:#?}\n{}", self.core.tree().dump_text());
         for tier in [Tier::Device, Tier::Host] {
-            let counts = self.core.page_counts(tier);
-            assert_eq!(counts.leaked_pages, 0, "{tier:?} leaks: {counts:?}");
-        }
-        for pending in &self.pending {
-            let (device, host): (Vec<PageId>, Vec<PageId>) = match pending {
-                Pending::ToHost(_, p) => p.iter().map(|p| (p.source, p.target)).unzip(),
-                Pending::ToDevice(_, p) => p.iter().map(|p| (p.target, p.source)).unzip(),
-                Pending::Query(..) => (Vec::new(), Vec::new()),
-                Pending::Get(_, _, i) | Pending::Put(_, _, i) => {
-                    (Vec::new(), i.iter().map(|i| i.host_page).collect())
-                }
-            };
-            for (tier, pages) in [(Tier::Device, device), (Tier::Host, host)] {
-                for page in pages {
-                    assert!(!self.core.is_free(tier, page), "{tier:?} {page:?} is free under {pending:?}");
-                }
+            for (pool, counts) in self.counts(tier) {
+                assert_eq!(counts.leaked_pages, 0, "{tier:?} {pool:?} leaks: {counts:?}");
             }
         }
+        for pending in &self.pending {
+            let mut held: Vec<(Tier, PoolKind, PageId)> = Vec::new();
+            match pending {
+                Pending::ToHost(_, pairs) => pairs.iter().for_each(|p| {
+                    held.extend([(Tier::Device, p.pool, p.source), (Tier::Host, p.pool, p.target)]);
+                }),
+                Pending::ToDevice(_, pairs) => pairs.iter().for_each(|p| {
+                    held.extend([(Tier::Host, p.pool, p.source), (Tier::Device, p.pool, p.target)]);
+                }),
+                Pending::Query(..) => {}
+                Pending::Get(_, _, items) | Pending::Put(_, _, items) => {
+                    held.extend(items.iter().map(|i| (Tier::Host, i.pool, i.host_page)));
+                }
+            }
+            for (tier, pool, page) in held {
+                let free = is_free(&self.core, tier, pool, page);
+                assert!(!free, "{tier:?} {pool:?} {page:?} is free under {pending:?}");
+            }
+        }
+    }
+
+    /// Owners of the pages of every pool of a tier.
+    fn counts(&self, tier: Tier) -> Vec<(PoolKind, PageCounts)> {
+        let mut all = vec![(PoolKind::Full, self.core.page_counts(tier))];
+        all.extend(COMPONENTS.map(|(pool, c)| (pool, self.core.component_counts(c, tier))));
+        all
     }
 
     /// Every shared page of the request that may be read carries the right stamp (I8).
@@ -422,16 +520,30 @@ impl Rig {
         }
         let Ok(pages) = self.core.pages(request) else { return };
         let namespace = self.core.namespace_of(request).unwrap_or(NamespaceId::DEFAULT);
-        for (i, page) in pages.iter().enumerate().take(self.own_from(request)) {
-            let want = Stamp::of(namespace, &tokens[..(i + 1) * self.page_size]);
-            let seen = self.device.get(page.0 as usize).copied();
-            assert_eq!(
-                seen,
-                Some(want),
-                "page {i} of {request:?} in {page:?}\n{}",
-                self.core.tree().dump_text()
-            );
+        let shared = self.own_from(request);
+        for (i, page) in pages.iter().enumerate().take(shared) {
+            self.verify_page(PoolKind::Full, *page, namespace, &tokens[..(i + 1) * self.page_size]);
         }
+        let parts =
+            self.core.request_components(request).expect("the needed part of a shared prefix is there");
+        let places = (parts.window_from as usize..shared).zip(&parts.window);
+        for (i, page) in places {
+            self.verify_page(PoolKind::Window, *page, namespace, &tokens[..(i + 1) * self.page_size]);
+        }
+        if let Some(page) = parts.state_in {
+            self.verify_page(PoolKind::State, page, namespace, &tokens[..shared * self.page_size]);
+        }
+    }
+
+    fn verify_page(&self, pool: PoolKind, page: PageId, namespace: NamespaceId, prefix: &[u32]) {
+        let seen = self.device[pool.index()].get(page.0 as usize).copied();
+        assert_eq!(
+            seen,
+            Some(Stamp::in_pool(pool, namespace, prefix)),
+            "{pool:?} {page:?} at the end of {} tokens\n{}",
+            prefix.len(),
+            self.core.tree().dump_text()
+        );
     }
 
     /// Nothing is held by anybody but the tree (I7).
@@ -443,10 +555,31 @@ impl Rig {
         assert!(self.core.store_is_idle());
         assert!(self.pending.is_empty());
         for tier in [Tier::Device, Tier::Host] {
-            let counts = self.core.page_counts(tier);
-            assert_eq!((counts.request_pages, counts.in_flight_pages, counts.leaked_pages), (0, 0, 0));
+            for (pool, counts) in self.counts(tier) {
+                let held = (counts.request_pages, counts.in_flight_pages, counts.leaked_pages);
+                assert_eq!(held, (0, 0, 0), "{tier:?} {pool:?}");
+            }
+        }
+        let mut tree = self.core.tree().clone();
+        assert_eq!(tree.detach_host(&mut Vec::new()), Ok(()), "a pin was not given back");
+        for (_, c) in COMPONENTS {
+            for tier in [Tier::Device, Tier::Host] {
+                tree.evict_component(c, tier, u32::MAX);
+                assert_eq!(tree.component_pages(c, tier), 0, "{c:?} on {tier:?} is held by nobody");
+            }
         }
         assert_eq!(self.core.tree().stats().device_pages_protected, 0, "a lock was not given back");
+    }
+}
+
+const COMPONENTS: [(PoolKind, Component); 2] =
+    [(PoolKind::Window, Component::Window), (PoolKind::State, Component::State)];
+
+fn is_free(core: &Core, tier: Tier, pool: PoolKind, page: PageId) -> bool {
+    match pool {
+        PoolKind::Full => core.is_free(tier, page),
+        PoolKind::Window => core.is_component_free(Component::Window, tier, page),
+        PoolKind::State => core.is_component_free(Component::State, tier, page),
     }
 }
 

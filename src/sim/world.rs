@@ -12,7 +12,8 @@ use super::rig::{Call, Rig};
 use super::rng::Rng;
 use crate::base::{NamespaceId, Time};
 use crate::tiers::{
-    Alloc, CoreConfig, CoreError, LoadBack, LoadState, PageOutcome, Prefetch, PrefetchState, RequestId, Votes,
+    Alloc, CoreConfig, CoreError, LoadBack, LoadState, PageOutcome, Prefetch, PrefetchPolicy, PrefetchState,
+    Rates, Refusal, RequestId, Stats, Votes, WritePolicy,
 };
 
 /// How unkind the world is, in percent of the occasions.
@@ -28,15 +29,17 @@ pub struct Weather {
     pub store_forgets: usize,
     /// Requests that vanish in any state.
     pub aborts: usize,
+    /// How readily all ranks crash; only the stores survive that.
+    pub restarts: usize,
 }
 
 impl Weather {
     /// Nothing fails.
     pub const FAIR: Weather =
-        Weather { copy_fails: 0, call_fails: 0, page_fails: 0, store_forgets: 0, aborts: 5 };
+        Weather { copy_fails: 0, call_fails: 0, page_fails: 0, store_forgets: 0, aborts: 2, restarts: 30 };
     /// Everything fails now and then.
     pub const FOUL: Weather =
-        Weather { copy_fails: 10, call_fails: 10, page_fails: 10, store_forgets: 3, aborts: 10 };
+        Weather { copy_fails: 10, call_fails: 10, page_fails: 10, store_forgets: 3, aborts: 5, restarts: 30 };
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -58,8 +61,11 @@ struct Live {
 /// The world. Methods panic when a rule is broken, with the story so far.
 #[derive(Debug)]
 pub struct World {
+    config: CoreConfig,
     ranks: Vec<Rig>,
     votes: Votes,
+    /// What lives before the last restart saw.
+    past: Report,
     rng: Rng,
     weather: Weather,
     page_size: usize,
@@ -87,6 +93,60 @@ pub struct Report {
     pub prefetched_tokens: u64,
     /// Pages written to the store.
     pub stored_pages: u64,
+    /// Pages of windows and states that prefetches brought.
+    pub component_pages: u64,
+    /// Prefetches that went back to an earlier stop point.
+    pub retreats: u64,
+    /// Refills that were dropped whole or in part, in tokens.
+    pub dropped_tokens: u64,
+    /// Refills that waited for the repair of their anchor.
+    pub repairs: u64,
+    /// Changes of the write policy that were accepted.
+    pub policy_changes: u64,
+    /// Crashes of all ranks that left only the stores.
+    pub restarts: u64,
+}
+
+impl Report {
+    /// Adds what another run saw.
+    pub fn merge(&mut self, other: &Report) {
+        self.steps += other.steps;
+        self.matched_tokens += other.matched_tokens;
+        self.loaded_pages += other.loaded_pages;
+        self.prefetched_tokens += other.prefetched_tokens;
+        self.stored_pages += other.stored_pages;
+        self.component_pages += other.component_pages;
+        self.retreats += other.retreats;
+        self.dropped_tokens += other.dropped_tokens;
+        self.repairs += other.repairs;
+        self.policy_changes += other.policy_changes;
+        self.restarts += other.restarts;
+    }
+
+    fn add(&mut self, stats: &Stats) {
+        self.matched_tokens += stats.matched_device_tokens + stats.matched_host_tokens;
+        self.loaded_pages += stats.loaded_pages;
+        self.prefetched_tokens += stats.prefetch_loaded_tokens;
+        self.stored_pages += stats.store_put_pages;
+        self.component_pages += stats.component_prefetched_pages;
+        self.repairs += stats.anchor_repairs;
+        self.retreats += stats.prefetch_retreats;
+        for reason in [Refusal::AnchorNotBackedUp, Refusal::AnchorGone, Refusal::BackupInFlight] {
+            self.dropped_tokens += stats.dropped_tokens.get(&reason).copied().unwrap_or(0);
+        }
+    }
+}
+
+/// Fresh cores, and the namespaces of all of them.
+fn boot(ranks: u32, config: CoreConfig) -> (Vec<Rig>, Vec<NamespaceId>) {
+    let mut ranks: Vec<Rig> = (0..ranks).map(|_| Rig::new(config)).collect();
+    ranks[0].core.start_log();
+    let mut namespaces = vec![NamespaceId::DEFAULT];
+    for rig in &mut ranks {
+        namespaces.truncate(1);
+        namespaces.push(rig.namespace("tenant"));
+    }
+    (ranks, namespaces)
 }
 
 const STORY_BYTES_MAX: usize = 1 << 16;
@@ -98,15 +158,11 @@ impl World {
     /// If the configuration is refused.
     #[must_use]
     pub fn new(seed: u64, ranks: u32, config: CoreConfig, weather: Weather) -> World {
-        let mut ranks: Vec<Rig> = (0..ranks.max(1)).map(|_| Rig::new(config)).collect();
-        ranks[0].core.start_log();
-        let mut namespaces = vec![NamespaceId::DEFAULT];
-        for rig in &mut ranks {
-            namespaces.truncate(1);
-            namespaces.push(rig.namespace("tenant"));
-        }
+        let (ranks, namespaces) = boot(ranks.max(1), config);
         World {
+            config,
             votes: Votes::new(ranks.len() as u32),
+            past: Report::default(),
             ranks,
             rng: Rng::new(seed),
             weather,
@@ -136,15 +192,9 @@ impl World {
         let again = log.replay(false).expect("the log of a healthy core is healthy");
         assert_eq!(again.digest(), self.ranks[0].core.digest(), "the log tells the whole story");
         std::mem::forget(guard);
-        let stats = self.ranks[0].core.stats();
-        Report {
-            steps: self.steps,
-            digest: self.ranks[0].core.digest(),
-            matched_tokens: stats.matched_device_tokens + stats.matched_host_tokens,
-            loaded_pages: stats.loaded_pages,
-            prefetched_tokens: stats.prefetch_loaded_tokens,
-            stored_pages: stats.store_put_pages,
-        }
+        let mut report = Report { steps: self.steps, digest: self.ranks[0].core.digest(), ..self.past };
+        report.add(self.ranks[0].core.stats());
+        report
     }
 
     /// One random step.
@@ -153,7 +203,8 @@ impl World {
         match self.rng.below(100) {
             0..15 if self.live.len() < 6 => self.arrive(),
             0..45 => self.advance(),
-            45..90 => self.end_something(),
+            // An end counts when it has come on all ranks.
+            45..90 => (0..self.ranks.len()).for_each(|_| self.end_something()),
             90..95 => self.pass_time(),
             _ => self.world_acts(),
         }
@@ -236,13 +287,23 @@ impl World {
     fn admit(&mut self, at: usize) {
         let Live { id, tokens, .. } = self.live[at].clone();
         let state = self.all(|rig| rig.poll_prefetch(id));
-        if state == Ok(PrefetchState::Pending) && self.rng.chance(90) {
+        if state == Ok(PrefetchState::Pending) && self.rng.chance(95) {
+            return;
+        }
+        if let Ok(PrefetchState::Ended(end)) = state {
+            let ends = end.loaded_tokens + end.redundant_tokens + end.lost_tokens;
+            assert_eq!(end.hit_tokens, ends, "every token found has one end");
+        }
+        if matches!(state, Ok(PrefetchState::Ended(end)) if end.lost_tokens > 0) && self.rng.chance(40) {
+            let again = self.all(|rig| rig.prefetch(id, &tokens));
+            self.say(format_args!("{id:?} asks the store again: {again:?}"));
             return;
         }
         let head = &tokens[..tokens.len() - 1];
         let found = self.all(|rig| rig.match_prefix(id, head));
         let found = found.expect("a waiting request owns nothing");
-        let load = self.all(|rig| rig.load_back(id)).expect("a fresh match");
+        let budget = if self.rng.chance(10) { self.rng.below(4) as u32 } else { u32::MAX };
+        let load = self.all(|rig| rig.load_back_within(id, budget)).expect("a fresh match");
         self.say(format_args!(
             "admit {id:?}: {} device, {} host tokens, {load:?}",
             found.device_tokens, found.host_tokens
@@ -363,12 +424,98 @@ impl World {
 
     /// The world changes on its own.
     fn world_acts(&mut self) {
-        if self.rng.chance(self.weather.store_forgets * 10) {
-            let rank = self.rng.below(self.ranks.len());
-            let n = self.rng.below(32);
-            self.ranks[rank].lose_stored(n);
-            self.say(format_args!("rank {rank}'s store loses page {n}"));
+        match self.rng.below(10) {
+            0 if self.rng.chance(self.weather.restarts) => self.restart(),
+            0..2 => self.crowd_out(),
+            2 => self.store_from_elsewhere(),
+            3 => self.change_policy(),
+            4 => self.measure(),
+            _ if self.rng.chance(self.weather.store_forgets * 10) => {
+                let rank = self.rng.below(self.ranks.len());
+                let n = self.rng.below(32);
+                self.ranks[rank].lose_stored(n);
+                self.say(format_args!("rank {rank}'s store loses page {n}"));
+            }
+            _ => {}
         }
+    }
+
+    /// A request that takes most of the device and goes away without a result.
+    fn crowd_out(&mut self) {
+        let id = self.all(|rig| rig.core.request(NamespaceId::DEFAULT));
+        let pages = 1 + self.rng.below(24) as u32;
+        let granted = self.all(|rig| rig.alloc(id, pages));
+        let gone = self.all(|rig| rig.abort(id));
+        assert_eq!(gone, Ok(()));
+        self.say(format_args!("crowd {id:?} asks for {pages} pages: {granted:?}"));
+    }
+
+    /// Another process of the same model stores a prompt that it knows, perhaps with holes, on each rank its own.
+    fn store_from_elsewhere(&mut self) {
+        if self.history.is_empty() {
+            return;
+        }
+        let (namespace, mut tokens) = self.history[self.rng.below(self.history.len())].clone();
+        let letter = self.rng.below(3) as u32;
+        tokens.truncate(tokens.len() / self.page_size * self.page_size);
+        tokens.extend((0..self.page_size as u32).map(|i| letter * 64 + i));
+        let holes = [0, 15, 40][self.rng.below(3)];
+        for rig in &mut self.ranks {
+            rig.store_from_elsewhere(namespace, &tokens, || self.rng.chance(holes));
+        }
+        self.say(format_args!("somebody stores {} tokens of {namespace:?}, {holes} % holes", tokens.len()));
+    }
+
+    fn change_policy(&mut self) {
+        const WRITES: [WritePolicy; 5] = [
+            WritePolicy::WriteThrough { threshold: 1 },
+            WritePolicy::WriteThrough { threshold: 2 },
+            WritePolicy::WriteThroughSelective,
+            WritePolicy::WriteBack,
+            WritePolicy::None,
+        ];
+        const PREFETCHES: [PrefetchPolicy; 4] = [
+            PrefetchPolicy::BestEffort,
+            PrefetchPolicy::WaitComplete,
+            PrefetchPolicy::TIMEOUT_DEFAULT,
+            PrefetchPolicy::Adaptive,
+        ];
+        if !self.rng.chance(30) {
+            return;
+        }
+        let (write, exclusive) = (WRITES[self.rng.below(5)], self.rng.chance(50));
+        let prefetch = PREFETCHES[self.rng.below(4)];
+        let changed = self.all(|rig| {
+            rig.core.set_prefetch_policy(prefetch);
+            rig.set_write_policy(write, exclusive)
+        });
+        self.past.policy_changes += u64::from(changed.is_ok());
+        self.say(format_args!("{write:?}, exclusive {exclusive}: {changed:?}; {prefetch:?}"));
+    }
+
+    fn measure(&mut self) {
+        let rates = Rates {
+            compute_ns_per_token: 1 + self.rng.below(2_000_000) as u64,
+            load_ns_per_token: 1 + self.rng.below(1_000_000) as u64,
+            load_latency_us: self.rng.below(5_000) as u64,
+        };
+        self.all(|rig| rig.core.set_rates(rates));
+        self.say(format_args!("{rates:?}"));
+    }
+
+    /// Every process dies at once; what the stores hold is all that is left.
+    fn restart(&mut self) {
+        self.past.add(self.ranks[0].core.stats());
+        self.past.restarts += 1;
+        let (mut ranks, namespaces) = boot(self.ranks.len() as u32, self.config);
+        for (new, old) in ranks.iter_mut().zip(&self.ranks) {
+            new.inherit_store(old);
+            new.tick(self.now);
+        }
+        self.votes = Votes::new(ranks.len() as u32);
+        (self.ranks, self.namespaces) = (ranks, namespaces);
+        self.live.clear();
+        self.say(format_args!("restart"));
     }
 
     /// Everybody leaves, everything ends well, and nothing may be held afterwards.
@@ -394,6 +541,7 @@ impl World {
         }
         for rig in &self.ranks {
             rig.assert_quiet();
+            rig.assert_stored();
         }
         assert_eq!(self.votes.open(), 0);
     }

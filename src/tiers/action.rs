@@ -6,10 +6,13 @@
 
 use crate::base::{Fence, NamespaceId, OpId, PageId};
 use crate::key::PageHash;
+pub use crate::pool::PoolKind;
 
 /// One copy: `source` in the tier copied from, `target` in the tier copied to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PagePair {
+    /// The pool that both pages are of, each on its tier.
+    pub pool: PoolKind,
     /// Page read.
     pub source: PageId,
     /// Page written.
@@ -19,9 +22,11 @@ pub struct PagePair {
 /// One page of a store batch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StoreItem {
+    /// The pool of the page. The same content id names one object in each pool.
+    pub pool: PoolKind,
     /// Content id of the page.
     pub hash: PageHash,
-    /// Host page read (put) or written (get). All planes of the page travel together.
+    /// Host page read (put) or written (get). All planes of the pool travel together.
     pub host_page: PageId,
 }
 
@@ -56,6 +61,8 @@ pub enum Action {
         namespace: NamespaceId,
         /// Content ids, in prefix order.
         hashes: Vec<PageHash>,
+        /// The pools to look in, Full first.
+        pools: Vec<PoolKind>,
     },
     /// Read pages. Ends with [`Event::Got`].
     StoreGet {
@@ -136,11 +143,11 @@ pub enum Event {
         /// Layers that may be read.
         layers: u32,
     },
-    /// The answer to a query, one flag per hash. `None`: the store did not answer.
+    /// The answer to a query: for each pool asked for, in that order, one flag per hash. `None`: the store did not answer.
     Queried {
         /// The prefetch.
         op: OpId,
-        /// Presence, in the order asked.
+        /// Presence, in the order asked. What is missing at the end is not there.
         present: Option<Vec<bool>>,
     },
     /// A read batch has ended: one outcome per item. A shorter list means the rest failed.

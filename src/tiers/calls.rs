@@ -4,9 +4,9 @@ use super::core::{Core, CoreError};
 use super::oplog::Op;
 use super::outcome::{Alloc, Checkpoint, MatchInfo, Refusal};
 use super::request::{HostPart, Request, RequestId};
-use crate::base::{Fence, NamespaceId};
+use crate::base::{Fence, NamespaceId, Tier, Time};
 use crate::key::Key;
-use crate::tree::{InsertOpts, InsertOut, TreeError};
+use crate::tree::{Component, InsertComponents, InsertOpts, InsertOut, TreeError};
 
 impl Core {
     /// Opens a request. It holds nothing until it matches or allocates.
@@ -46,10 +46,16 @@ impl Core {
         let mut pages = Vec::new();
         let (found, lock, pin) = self.tree.match_and_lock(Key::new(namespace, tokens), &mut pages);
         self.release_holdings(id)?;
+        self.note_blocked(found.node);
         self.stats.matched_device_tokens += self.tokens_of(found.device_pages);
         self.stats.matched_host_tokens += self.tokens_of(found.host_pages);
         self.digest.mix(u64::from(found.device_pages) << 32 | u64::from(found.host_pages));
+        let depth_tokens = self.tokens_of(found.depth_pages());
         let request = self.request_mut(id)?;
+        let lost_tokens = request.counted_on_tokens.saturating_sub(depth_tokens);
+        if lost_tokens > 0 {
+            (request.prefetch_not_before, request.counted_on_tokens) = (Time::ZERO, 0);
+        }
         request.shared = pages.len() as u32;
         request.pages = pages;
         request.lock = Some(lock);
@@ -59,22 +65,39 @@ impl Core {
             device_tokens: self.tokens_of(found.device_pages),
             host_tokens: self.tokens_of(found.host_pages),
             node: found.node,
+            lost_tokens,
         })
     }
 
-    /// Appends `pages` fresh pages to the request's table, evicting if need be. All or nothing; never waits. On a
-    /// refusal with pages coming, try again after the next event. O(pages granted + pages evicted x log nodes).
+    /// Appends `pages` fresh pages to the request's table, evicting if need be, with as many window pages, and a state
+    /// slot if it owns none: a request needs one before it computes, also where it needs no page (after a checkpoint
+    /// that published its state). All or nothing; never waits. On a refusal with pages coming, try again after the
+    /// next event. O(pages granted + pages evicted x log nodes).
     pub fn alloc(&mut self, id: RequestId, pages: u32) -> Result<Alloc, CoreError> {
         self.record(|| Op::Alloc(id, pages));
-        self.request_ref(id)?;
-        if !self.make_device_room(pages) {
+        let owns_state = self.request_ref(id)?.state.is_some();
+        let room = self.make_device_room(pages);
+        self.settle_components();
+        if !room {
             self.refused(Refusal::NoDevicePages);
             return Ok(Alloc::Refused {
                 short_pages: pages - self.device.free_pages(),
                 coming_pages: self.backups.held_pages(),
             });
         }
+        let (mut window, mut state) = (Vec::new(), Vec::new());
+        let windows = if self.components.has(Component::Window) { pages } else { 0 };
+        let states = u32::from(self.components.has(Component::State) && !owns_state);
+        let granted = self.alloc_component(Component::Window, Tier::Device, windows, &mut window)
+            && self.alloc_component(Component::State, Tier::Device, states, &mut state);
+        if !granted {
+            self.free_component(Component::Window, Tier::Device, &window);
+            self.refused(Refusal::NoComponentPages);
+            return Ok(Alloc::Refused { short_pages: windows.max(states), coming_pages: 0 });
+        }
         let request = self.requests.get_mut(id.0).ok_or(CoreError::UnknownRequest)?;
+        request.window.append(&mut window);
+        request.state = request.state.or(state.pop());
         if !self.device.alloc(pages, &mut request.pages) {
             self.violation("device room was made and is not there");
             return Ok(Alloc::Refused { short_pages: pages, coming_pages: 0 });
@@ -87,7 +110,8 @@ impl Core {
 
     /// Publishes the whole pages of `tokens`, whose KV is written once `last_use` has passed, and moves the
     /// request's lock to their end. Pages that the tree had already go back to the pool; the table then names the
-    /// tree's. `tokens` are all tokens of the request from its first. O(tokens).
+    /// tree's. `tokens` are all tokens of the request from its first. Where there are states, the one in the request's
+    /// slot must be that at the end of `tokens`; if that is a page border, it is published too. O(tokens).
     pub fn checkpoint(
         &mut self,
         id: RequestId,
@@ -127,7 +151,8 @@ impl Core {
         if whole == request.shared && request.counted >= whole {
             return Ok(Checkpoint { published_tokens: published as u64, duplicate_pages: 0, refused: None });
         }
-        match self.publish(id, &tokens[..whole as usize * page_size], whole) {
+        let state_fits = tokens.len() == whole as usize * page_size;
+        match self.publish(id, &tokens[..whole as usize * page_size], whole, state_fits) {
             Ok(duplicate_pages) => {
                 Ok(Checkpoint { published_tokens: self.tokens_of(whole), duplicate_pages, refused: None })
             }
@@ -140,12 +165,31 @@ impl Core {
         }
     }
 
-    fn publish(&mut self, id: RequestId, tokens: &[u32], whole: u32) -> Result<u32, CoreError> {
+    /// `state_fits`: the request's state is the one at the end of `tokens`.
+    fn publish(
+        &mut self,
+        id: RequestId,
+        tokens: &[u32],
+        whole: u32,
+        state_fits: bool,
+    ) -> Result<u32, CoreError> {
         let request = self.requests.get_mut(id.0).ok_or(CoreError::UnknownRequest)?;
+        let computed = (whole - request.shared) as usize;
+        let state = request.state.filter(|_| state_fits && computed > 0);
+        let given = InsertComponents {
+            window_from: request.shared,
+            window: request.window.get(..computed).unwrap_or_default(),
+            state,
+        };
         let key = Key::new(request.namespace, tokens);
         let opts = InsertOpts { count_hits_from: Some(request.counted), ..InsertOpts::default() };
         let mut out = InsertOut::default();
-        let done = self.tree.insert(key, &request.pages[..whole as usize], request.shared, opts, &mut out)?;
+        let pages = &request.pages[..whole as usize];
+        let done = self.tree.insert_with(key, pages, request.shared, given, opts, &mut out)?;
+        request.window.drain(..computed.min(request.window.len()));
+        if state.is_some() {
+            request.state = None;
+        }
         request.pages[request.shared as usize..whole as usize].copy_from_slice(&out.canonical);
         request.shared = whole;
         request.counted = whole;
@@ -156,8 +200,10 @@ impl Core {
         }
         self.digest.mix(u64::from(done.new_pages) << 32 | u64::from(done.revived_pages));
         self.free_device(&out.returned);
-        if let Some(node) = done.due {
-            self.write_through(node);
+        self.settle_components();
+        match done.due {
+            Some(node) => self.write_through(node),
+            None => self.catch_up_components(done.node),
         }
         Ok(out.returned.len() as u32)
     }
@@ -215,7 +261,11 @@ impl Core {
         request.node = None;
         request.loads.clear();
         request.load_failed = false;
+        let window = std::mem::take(&mut request.window);
+        let state = request.state.take();
         self.free_device(&own);
+        self.free_component(Component::Window, Tier::Device, &window);
+        self.free_component(Component::State, Tier::Device, state.as_slice());
         if let Some(lock) = lock {
             self.tree.unlock(lock)?;
         }

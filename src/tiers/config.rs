@@ -3,7 +3,7 @@
 use crate::base::limits::{PAGE_SIZE_MAX, POOL_PAGES_MAX};
 use crate::key::KeyView;
 use crate::pool::Capacity;
-use crate::tree::{BackupRule, TreeConfig, TreeConfigError};
+use crate::tree::{BackupRule, Components, TreeConfig, TreeConfigError};
 
 /// When a node gets a host copy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -57,6 +57,40 @@ pub enum PrefetchPolicy {
         /// Milliseconds per 1,024 tokens.
         per_ki_token_ms: u64,
     },
+    /// Only what the measured [`Rates`] say is faster to load than to compute, and no longer than computing it takes.
+    /// Until rates are known, as [`PrefetchPolicy::TIMEOUT_DEFAULT`].
+    Adaptive,
+}
+
+/// Measured speeds, an input like any other: the same rates at the same moment give the same decisions.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Rates {
+    /// Nanoseconds to compute one token of a prompt.
+    pub compute_ns_per_token: u64,
+    /// Nanoseconds to read one token from the store and copy it to the device.
+    pub load_ns_per_token: u64,
+    /// Microseconds until the first page of a read arrives.
+    pub load_latency_us: u64,
+}
+
+impl Rates {
+    /// Whether both speeds were measured.
+    #[must_use]
+    pub fn are_known(&self) -> bool {
+        self.compute_ns_per_token > 0 && self.load_ns_per_token > 0
+    }
+
+    /// Microseconds to compute so many tokens.
+    #[must_use]
+    pub fn compute_us(&self, tokens: u64) -> u64 {
+        tokens.saturating_mul(self.compute_ns_per_token) / 1000
+    }
+
+    /// Microseconds to load so many tokens.
+    #[must_use]
+    pub fn load_us(&self, tokens: u64) -> u64 {
+        self.load_latency_us.saturating_add(tokens.saturating_mul(self.load_ns_per_token) / 1000)
+    }
 }
 
 impl PrefetchPolicy {
@@ -76,8 +110,16 @@ pub struct PrefetchConfig {
     pub batch_pages: u32,
     /// Read batches of one prefetch in flight at a time.
     pub window_batches: u32,
-    /// Host pages that all prefetches together may hold, in percent of the host pool.
+    /// Host pages that all prefetches together may hold, in percent of the host pool. Charged for what was found, not for
+    /// what was looked up.
     pub host_share_percent: u32,
+    /// Pause after a prefetch before the same request may ask again, in milliseconds.
+    pub retry_ms: u64,
+    /// Prefetches of one request, the first included.
+    pub attempts_max: u32,
+    /// Anchor repair: how long a refill may wait, in milliseconds, for a host copy of a device-only anchor, which is then
+    /// made for it. 0: never, the refill is dropped (write-through kinds; under the others nothing is dropped).
+    pub repair_ms: u64,
 }
 
 impl Default for PrefetchConfig {
@@ -88,6 +130,9 @@ impl Default for PrefetchConfig {
             batch_pages: 128,
             window_batches: 4,
             host_share_percent: 50,
+            retry_ms: 100,
+            attempts_max: 8,
+            repair_ms: 0,
         }
     }
 }
@@ -119,6 +164,26 @@ impl Default for StoreConfig {
     }
 }
 
+/// The sliding-window component.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct WindowConfig {
+    /// The window in pages, rounded up: a request goes on from a prefix if its last so many pages have window pages.
+    pub span_pages: u32,
+    /// Device pool.
+    pub device: Capacity,
+    /// Host pool.
+    pub host: Capacity,
+}
+
+/// The recurrent-state component: one slot at the end of a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StateConfig {
+    /// Device pool, in slots. A computing request owns one slot and holds the one it started from.
+    pub device: Capacity,
+    /// Host pool, in slots.
+    pub host: Capacity,
+}
+
 /// Settings of a [`Core`](super::Core).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CoreConfig {
@@ -144,6 +209,10 @@ pub struct CoreConfig {
     pub write_ahead_percent: u32,
     /// Loads from host to device in flight; more wait for their turn.
     pub loads_in_flight_max: u32,
+    /// Sliding-window attention beside full attention.
+    pub window: Option<WindowConfig>,
+    /// Recurrent state beside full attention.
+    pub state: Option<StateConfig>,
 }
 
 impl CoreConfig {
@@ -160,6 +229,8 @@ impl CoreConfig {
             exclusive: false,
             write_ahead_percent: 5,
             loads_in_flight_max: 64,
+            window: None,
+            state: None,
         }
     }
 
@@ -171,6 +242,18 @@ impl CoreConfig {
             WritePolicy::WriteThrough { .. } | WritePolicy::WriteThroughSelective => self.exclusive,
             WritePolicy::None => false,
         }
+    }
+
+    /// Whether host copies of what lies on the device go before copies that are the only ones.
+    #[must_use]
+    pub fn prefers_sole_copies(&self) -> bool {
+        self.exclusive || self.write == WritePolicy::WriteBack
+    }
+
+    /// Whether the host tier is exclusive, and what leaves it is gone.
+    #[must_use]
+    pub fn host_copies_are_last(&self) -> bool {
+        self.exclusive && self.store.is_none() && self.write.needs_backed_parent()
     }
 
     /// The part of it that concerns the tree.
@@ -185,6 +268,10 @@ impl CoreConfig {
             },
             write_threshold: self.write.threshold(),
             hashing: self.store.is_some(),
+            components: Components {
+                window_pages: self.window.map(|w| w.span_pages),
+                state: self.state.is_some(),
+            },
             ..TreeConfig::default()
         }
     }
@@ -194,7 +281,12 @@ impl CoreConfig {
         if self.page_size == 0 || self.page_size > PAGE_SIZE_MAX {
             return Err(ConfigError::PageSize { tokens: self.page_size });
         }
-        for (tier, capacity) in [("device", self.device), ("host", self.host)] {
+        let components = [
+            self.window.map(|w| [("window device", w.device), ("window host", w.host)]),
+            self.state.map(|s| [("state device", s.device), ("state host", s.host)]),
+        ];
+        let pools = components.into_iter().flatten().flatten();
+        for (tier, capacity) in [("device", self.device), ("host", self.host)].into_iter().chain(pools) {
             if let Capacity::Pages(pages) = capacity
                 && pages > POOL_PAGES_MAX
             {
@@ -204,6 +296,12 @@ impl CoreConfig {
         if self.device == Capacity::Pages(0) {
             return Err(ConfigError::NoDevicePages);
         }
+        // A request owns what it computes on and holds what it started from.
+        if self.state.is_some_and(|s| matches!(s.device, Capacity::Pages(0..2)))
+            || self.window.is_some_and(|w| matches!(w.device, Capacity::Pages(n) if n <= w.span_pages))
+        {
+            return Err(ConfigError::ComponentPages);
+        }
         if self.host == Capacity::Pages(0) && (self.store.is_some() || self.write != WritePolicy::None) {
             return Err(ConfigError::NoHostPages);
         }
@@ -211,7 +309,7 @@ impl CoreConfig {
             return Err(ConfigError::ZeroThreshold);
         }
         let p = &self.prefetch;
-        if p.batch_pages == 0 || p.window_batches == 0 || p.host_share_percent > 100 {
+        if p.batch_pages == 0 || p.window_batches == 0 || p.host_share_percent > 100 || p.attempts_max == 0 {
             return Err(ConfigError::Prefetch);
         }
         if let Some(s) = &self.store
@@ -247,6 +345,9 @@ pub enum ConfigError {
     /// A cache without device pages.
     #[error("a cache needs at least one device page")]
     NoDevicePages,
+    /// A component pool that cannot hold what one request needs.
+    #[error("a request needs two state slots, and a window and one page more, on the device")]
+    ComponentPages,
     /// A write policy or a store without a host pool.
     #[error("a write policy other than none, and a store, need host pages")]
     NoHostPages,
@@ -254,7 +355,9 @@ pub enum ConfigError {
     #[error("the write-through threshold counts inserts and starts at 1")]
     ZeroThreshold,
     /// Prefetch numbers out of range.
-    #[error("prefetch needs batches and a window of at least 1, and a host share of at most 100 percent")]
+    #[error(
+        "prefetch needs batches, a window and attempts of at least 1, and a host share of at most 100 percent"
+    )]
     Prefetch,
     /// Store numbers out of range.
     #[error("store backup needs batches of at least 1 page, room for one batch in flight, and 1 attempt")]

@@ -7,8 +7,10 @@
 //! carried out in order after every call of the first two groups. *Getters*. Time must not go back. No call
 //! waits for anything.
 
-use super::action::{Action, Event};
-use super::config::{ConfigError, CoreConfig};
+use super::action::{Action, Event, PoolKind};
+use super::components::{COMPONENTS, ComponentPools, pool_kind};
+use super::config::{ConfigError, CoreConfig, PrefetchPolicy, Rates, WritePolicy};
+use super::mirror::Mirrors;
 use super::oplog::{Op, OpLog};
 use super::outcome::{PageCounts, Refusal};
 use super::request::{Request, RequestId};
@@ -17,7 +19,7 @@ use super::{load::Loads, prefetch::Prefetches, storage::Storage, write::Backups}
 use crate::base::slab::Slab;
 use crate::base::{Digest, Fence, NamespaceId, OpId, PageId, Tier, Time, Violation};
 use crate::key::{Namespace, NamespaceError};
-use crate::pool::{Capacity, PagePool, PoolError};
+use crate::pool::{Capacity, Extent, PagePool, PoolError, extents_of};
 use crate::tree::{Tree, TreeError};
 
 /// Why a call failed. The request keeps what it held before the call, except where a variant says otherwise.
@@ -54,12 +56,26 @@ pub enum CoreError {
     /// A load that the request rests on failed; match again.
     #[error("a load that the request rests on failed")]
     LoadFailed,
+    /// A configuration that makes no sense.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
     /// The tree refused.
     #[error(transparent)]
     Tree(#[from] TreeError),
     /// A pool refused to take pages: our bug, counted.
     #[error(transparent)]
     Pool(#[from] PoolError),
+}
+
+/// A run of pages that became free.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Freed {
+    /// Device or host.
+    pub tier: Tier,
+    /// Which pool of the tier.
+    pub pool: PoolKind,
+    /// The pages.
+    pub pages: Extent,
 }
 
 /// The tiers of one rank: a pure state machine. See the module page for the order of calls.
@@ -69,6 +85,7 @@ pub struct Core {
     pub(super) tree: Tree,
     pub(super) device: PagePool,
     pub(super) host: PagePool,
+    pub(super) components: ComponentPools,
     pub(super) requests: Slab<Request>,
     pub(super) backups: Backups,
     pub(super) loads: Loads,
@@ -79,13 +96,18 @@ pub struct Core {
     pub(super) digest: Digest,
     pub(super) now: Time,
     /// Inputs since the core was made, if they are recorded.
-    log: Option<Vec<Op>>,
+    log: Option<OpLog>,
     /// Latest use by compute that the embedder told of; copies issued from now on come after it.
     pub(super) fence: Fence,
     /// Pages freed since the last look, for an embedder that scrubs them.
-    freed: Option<Vec<(Tier, PageId)>>,
+    freed: Option<Vec<Freed>>,
     /// Requests have taken or let go of device pages since the last write-ahead.
     pub(super) ahead_due: bool,
+    /// Measured speeds.
+    pub(super) rates: Rates,
+    /// Nodes used up to this tick of the tree were next in line to leave the device, at the last write-ahead.
+    pub(super) ahead_used: u64,
+    pub(super) mirrors: Mirrors,
     next_op: u64,
 }
 
@@ -106,6 +128,7 @@ impl Core {
             tree,
             device: pool_of(config.device),
             host: pool_of(config.host),
+            components: ComponentPools::new(&config),
             requests: Slab::default(),
             backups: Backups::default(),
             loads: Loads::default(),
@@ -119,24 +142,27 @@ impl Core {
             freed: None,
             log: None,
             ahead_due: false,
+            rates: Rates::default(),
+            ahead_used: 0,
+            mirrors: Mirrors::default(),
             next_op: 0,
         })
     }
 
     /// Records every input from now on. Call it on a fresh core, or the log can not be replayed.
     pub fn start_log(&mut self) {
-        self.log = Some(Vec::new());
+        self.log = Some(OpLog { config: self.config, ops: Vec::new() });
     }
 
-    /// The inputs recorded since [`start_log`](Core::start_log), with the configuration; recording goes on.
+    /// The inputs recorded since [`start_log`](Core::start_log), with the configuration that it had; recording goes on.
     #[must_use]
     pub fn log(&self) -> Option<OpLog> {
-        self.log.as_ref().map(|ops| OpLog { config: self.config, ops: ops.clone() })
+        self.log.clone()
     }
 
     pub(super) fn record(&mut self, op: impl FnOnce() -> Op) {
         if let Some(log) = &mut self.log {
-            log.push(op());
+            log.ops.push(op());
         }
     }
 
@@ -146,18 +172,51 @@ impl Core {
         self.tree.intern(namespace)
     }
 
-    /// Tells the time and does what has become due: store writes that wait for a retry.
+    /// Tells the time and does what has become due: store writes that wait for a retry, refills that waited for their anchor.
     pub fn tick(&mut self, now: Time) {
         self.record(|| Op::Tick(now));
         self.now = self.now.max(now);
         self.write_ahead();
+        self.settle_holding();
+        self.settle_components();
         self.pump_storage();
+    }
+
+    /// Tells the speeds measured last, for [`PrefetchPolicy::Adaptive`].
+    pub fn set_rates(&mut self, rates: Rates) {
+        self.record(|| Op::Rates(rates));
+        self.rates = rates;
+    }
+
+    /// Changes when a waiting request goes on, also for prefetches in flight.
+    pub fn set_prefetch_policy(&mut self, policy: PrefetchPolicy) {
+        self.record(|| Op::PrefetchPolicy(policy));
+        self.config.prefetch.policy = policy;
+    }
+
+    /// Changes the write policy, and whether the host is exclusive. Copies in flight end by the new rule; what was written
+    /// stays. O(nodes).
+    ///
+    /// # Errors
+    /// A policy that this configuration can not have, or one that asks for backed-up parents while a node has a host copy
+    /// under a parent without one (named; it goes when it is evicted, or when the parent is backed up). Nothing changes.
+    pub fn set_write_policy(&mut self, write: WritePolicy, exclusive: bool) -> Result<(), CoreError> {
+        self.record(|| Op::WritePolicy(write, exclusive));
+        let config = CoreConfig { write, exclusive, ..self.config };
+        config.validate()?;
+        let tree = config.tree_config();
+        self.tree.set_rule(tree.rule)?;
+        self.tree.set_write_threshold(tree.write_threshold);
+        self.config = config;
+        self.ahead_due = true;
+        self.settle_holding();
+        Ok(())
     }
 
     /// When the core wants to be ticked although nothing happens; `None`: not before the next event.
     #[must_use]
     pub fn next_timeout(&self) -> Option<Time> {
-        self.storage.next_retry()
+        self.storage.next_retry().into_iter().chain(self.prefetches.next_timeout()).min()
     }
 
     /// Takes in one event. Events of operations that do not exist (late, doubled) are counted and ignored.
@@ -170,6 +229,7 @@ impl Core {
             Event::Got { op, batch, outcomes } => self.got(op, batch, &outcomes),
             Event::Put { op, batch, outcomes } => self.put_done(op, batch, &outcomes),
         }
+        self.settle_holding();
         self.pump_storage();
     }
 
@@ -199,9 +259,9 @@ impl Core {
         self.freed.get_or_insert_default();
     }
 
-    /// Pages freed since the last call, in order. Take them before the actions: a page may have a new owner, but
+    /// Runs of pages freed since the last call, in order. Take them before the actions: a page may have a new owner, but
     /// nothing has been written to it, and no action that names it has started.
-    pub fn take_freed(&mut self) -> Vec<(Tier, PageId)> {
+    pub fn take_freed(&mut self) -> Vec<Freed> {
         self.freed.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
@@ -287,50 +347,26 @@ impl Core {
     pub fn sanity(&self) -> Vec<Violation> {
         let mut found = self.tree.sanity();
         for tier in [Tier::Device, Tier::Host] {
-            self.audit_owners(tier, &mut found);
+            let pool = if tier == Tier::Device { &self.device } else { &self.host };
+            let mut owners = Vec::new();
+            self.tree.for_each_page(tier, |_, page| owners.push((page, "tree")));
+            match tier {
+                Tier::Device => {
+                    let own = self.requests.iter().flat_map(|(_, r)| r.own());
+                    owners.extend(own.map(|&page| (page, "request")));
+                }
+                _ => self.prefetches.for_each_page(PoolKind::Full, |page| owners.push((page, "prefetch"))),
+            }
+            audit_owners(tier, PoolKind::Full, pool, &owners, &mut found);
+            for c in COMPONENTS {
+                let Some(pool) = self.components.pool(c, tier) else { continue };
+                let mut owners = Vec::new();
+                self.tree.for_each_component_page(c, tier, |page| owners.push((page, "tree")));
+                self.for_each_own_component_page(c, tier, |page, who| owners.push((page, who)));
+                audit_owners(tier, pool_kind(c), pool, &owners, &mut found);
+            }
         }
         found
-    }
-
-    /// Every page of a tier has exactly one owner.
-    fn audit_owners(&self, tier: Tier, found: &mut Vec<Violation>) {
-        let pool = if tier == Tier::Device { &self.device } else { &self.host };
-        let mut owner: Vec<Option<&'static str>> = vec![None; pool.issued_pages() as usize];
-        let mut claim = |page: PageId, who: &'static str| match owner.get_mut(page.0 as usize) {
-            None => found.push(Violation {
-                rule: "page-owner",
-                detail: format!("{tier:?} {page:?} of {who} was never handed out"),
-            }),
-            Some(Some(first)) => found.push(Violation {
-                rule: "page-owner",
-                detail: format!("{tier:?} {page:?} is owned by {first} and by {who}"),
-            }),
-            Some(slot) => *slot = Some(who),
-        };
-        self.tree.for_each_page(tier, |_, page| claim(page, "tree"));
-        match tier {
-            Tier::Device => {
-                for (_, r) in self.requests.iter() {
-                    r.own().iter().for_each(|&p| claim(p, "request"));
-                }
-            }
-            Tier::Host => self.prefetches.for_each_host_page(|p| claim(p, "prefetch")),
-            Tier::Store => {}
-        }
-        for (index, who) in owner.iter().enumerate() {
-            let page = PageId(index as u32);
-            match (who, pool.is_free(page)) {
-                (None, false) => found.push(Violation {
-                    rule: "page-leak",
-                    detail: format!("{tier:?} {page:?} is neither free nor owned"),
-                }),
-                (Some(who), true) => found.push(Violation {
-                    rule: "page-owner",
-                    detail: format!("{tier:?} {page:?} is free and owned by {who}"),
-                }),
-                _ => {}
-            }
-        }
     }
 
     pub(super) fn new_op(&mut self) -> OpId {
@@ -345,12 +381,13 @@ impl Core {
             Action::CopyToHost { pairs, .. } | Action::CopyToDevice { pairs, .. } => {
                 for pair in pairs {
                     self.digest.mix(u64::from(pair.source.0) << 32 | u64::from(pair.target.0));
+                    self.digest.mix(pair.pool.index() as u64);
                 }
             }
             Action::StoreQuery { hashes, .. } => self.digest.mix(hashes.len() as u64),
             Action::StoreGet { items, .. } | Action::StorePut { items, .. } => {
                 for item in items {
-                    self.digest.mix(u64::from(item.host_page.0));
+                    self.digest.mix(u64::from(item.host_page.0) | (item.pool.index() as u64) << 32);
                 }
             }
             Action::StoreCancel { .. } => self.digest.mix(0),
@@ -371,9 +408,7 @@ impl Core {
         for &page in pages {
             self.digest.mix(u64::from(page.0));
         }
-        if let Some(freed) = &mut self.freed {
-            freed.extend(pages.iter().map(|&page| (Tier::Device, page)));
-        }
+        self.note(Tier::Device, PoolKind::Full, pages);
         if self.device.free(pages).is_err() {
             self.violation("device pages freed twice");
         }
@@ -384,11 +419,16 @@ impl Core {
         for &page in pages {
             self.digest.mix(u64::from(page.0) | 1 << 32);
         }
-        if let Some(freed) = &mut self.freed {
-            freed.extend(pages.iter().map(|&page| (Tier::Host, page)));
-        }
+        self.note(Tier::Host, PoolKind::Full, pages);
         if self.host.free(pages).is_err() {
             self.violation("host pages freed twice");
+        }
+    }
+
+    /// Notes pages that are about to be freed, for an embedder that wants to know.
+    pub(super) fn note(&mut self, tier: Tier, pool: PoolKind, pages: &[PageId]) {
+        if let Some(freed) = &mut self.freed {
+            freed.extend(extents_of(pages).map(|pages| Freed { tier, pool, pages }));
         }
     }
 
@@ -405,5 +445,38 @@ impl Core {
 
     pub(super) fn refused(&mut self, reason: Refusal) -> Refusal {
         self.stats.refuse(reason)
+    }
+}
+
+/// Every page of a pool has exactly one owner.
+fn audit_owners(
+    tier: Tier,
+    kind: PoolKind,
+    pool: &PagePool,
+    owners: &[(PageId, &'static str)],
+    found: &mut Vec<Violation>,
+) {
+    let mut owner: Vec<Option<&'static str>> = vec![None; pool.issued_pages() as usize];
+    let mut broken = |rule, detail| found.push(Violation { rule, detail });
+    for &(page, who) in owners {
+        match owner.get_mut(page.0 as usize) {
+            None => broken("page-owner", format!("{tier:?} {kind:?} {page:?} of {who} was never handed out")),
+            Some(Some(first)) => {
+                broken("page-owner", format!("{tier:?} {kind:?} {page:?} is owned by {first} and by {who}"));
+            }
+            Some(slot) => *slot = Some(who),
+        }
+    }
+    for (index, who) in owner.iter().enumerate() {
+        let page = PageId(index as u32);
+        match (who, pool.is_free(page)) {
+            (None, false) => {
+                broken("page-leak", format!("{tier:?} {kind:?} {page:?} is neither free nor owned"));
+            }
+            (Some(who), true) => {
+                broken("page-owner", format!("{tier:?} {kind:?} {page:?} is free and owned by {who}"));
+            }
+            _ => {}
+        }
     }
 }

@@ -2,14 +2,15 @@
 
 use smallvec::SmallVec;
 
-use super::action::{Action, PagePair};
+use super::action::{Action, PagePair, PoolKind};
+use super::components::pool_kind;
 use super::core::{Core, CoreError};
 use super::oplog::Op;
 use super::outcome::{LoadBack, LoadState, Refusal};
 use super::request::RequestId;
 use crate::base::containers::Map;
-use crate::base::{OpId, PageId};
-use crate::tree::{LoadEnd, LoadOutcome, LoadPlan};
+use crate::base::{NodeId, OpId, PageId, Tier};
+use crate::tree::{DeviceLock, LoadEnd, LoadOutcome, LoadPlan};
 
 /// One load in flight.
 #[derive(Debug)]
@@ -40,12 +41,30 @@ impl Loads {
     }
 }
 
+/// Why a load did not start.
+enum LoadRefused {
+    Refused(Refusal),
+    Error(CoreError),
+}
+
+impl<E: Into<CoreError>> From<E> for LoadRefused {
+    fn from(error: E) -> LoadRefused {
+        LoadRefused::Error(error.into())
+    }
+}
+
 impl Core {
     /// Restores the host part of the request's match to the device. On [`LoadBack::Started`] the pages stand in
     /// the request's table at once; [`load_state`](Core::load_state) says which layers may be read. Pages that an
     /// earlier load already brings are shared with it. May evict. O(pages + nodes of the host part).
     pub fn load_back(&mut self, id: RequestId) -> Result<LoadBack, CoreError> {
-        self.record(|| Op::LoadBack(id));
+        self.load_back_within(id, u32::MAX)
+    }
+
+    /// [`load_back`](Core::load_back) for a request that may take at most so many device pages now: those the load needs
+    /// and those that nobody held before and that it will hold. Refused whole if it needs more; the match stays.
+    pub fn load_back_within(&mut self, id: RequestId, budget_pages: u32) -> Result<LoadBack, CoreError> {
+        self.record(|| Op::LoadBack(id, budget_pages));
         let request = self.request_ref(id)?;
         if request.load_failed {
             return Err(CoreError::LoadFailed);
@@ -58,46 +77,91 @@ impl Core {
         if self.loads.len() >= self.config.loads_in_flight_max as usize {
             return Ok(LoadBack::Refused(self.refused(Refusal::LoadsInFlight)));
         }
+        let protected = self.tree.stats().device_pages_protected;
+        // Held from here on: what lies on the device below the match must stay, or the plan would be stale.
+        let lock = self.tree.lock(node)?;
+        let newly_held = self.tree.stats().device_pages_protected - protected;
+        match self.try_load(id, node, budget_pages.saturating_sub(newly_held)) {
+            Ok(waits_for) => {
+                self.adopt_loaded_path(id, node, lock, waits_for)?;
+                let tokens = self.tokens_of(host_pages);
+                Ok(LoadBack::Started { tokens })
+            }
+            Err(LoadRefused::Refused(reason)) => {
+                self.tree.unlock(lock)?;
+                Ok(LoadBack::Refused(self.refused(reason)))
+            }
+            Err(LoadRefused::Error(error)) => {
+                self.tree.unlock(lock)?;
+                Err(error)
+            }
+        }
+    }
+
+    /// Starts what is missing on the path to `node`. Returns the loads to wait for.
+    fn try_load(
+        &mut self,
+        id: RequestId,
+        node: NodeId,
+        budget_pages: u32,
+    ) -> Result<SmallVec<[OpId; 2]>, LoadRefused> {
         let mut plan = LoadPlan::default();
         self.tree.plan_load(node, &mut plan)?;
         if plan.later_pages > 0 {
             // A part above a load in flight has lost its copy; what lies below that load comes after it.
-            return Ok(LoadBack::Refused(self.refused(Refusal::LoadPending)));
+            return Err(LoadRefused::Refused(Refusal::LoadPending));
         }
         let pages = plan.host_pages.len() as u32;
-        // The device part is locked and the host part pinned by the request, so this cannot take from the plan.
-        if !self.make_device_room(pages) {
-            return Ok(LoadBack::Refused(self.refused(Refusal::NoDevicePages)));
+        if pages > budget_pages {
+            return Err(LoadRefused::Refused(Refusal::OverBudget));
+        }
+        // The path is locked and its host part pinned by the request, so this cannot take from the plan.
+        let room = self.make_device_room(pages);
+        self.settle_components();
+        if !room {
+            return Err(LoadRefused::Refused(Refusal::NoDevicePages));
         }
         let mut waits_for: SmallVec<[OpId; 2]> = plan.joins.iter().copied().collect();
-        if pages > 0 {
-            waits_for.push(self.start_load(id, &plan)?);
+        if pages > 0 || !plan.copies.is_empty() {
+            let Some(component_pages) = self.alloc_copies(Tier::Device, &plan.copies) else {
+                return Err(LoadRefused::Refused(Refusal::NoComponentPages));
+            };
+            waits_for.push(self.start_load(id, &plan, component_pages)?);
         }
         for op in &plan.joins {
             if let Some(load) = self.loads.ops.get_mut(op) {
                 load.waiting.push(id);
             }
         }
-        self.adopt_loaded_path(id, node, waits_for)?;
-        let tokens = self.tokens_of(host_pages);
-        Ok(LoadBack::Started { tokens })
+        Ok(waits_for)
     }
 
-    fn start_load(&mut self, id: RequestId, plan: &LoadPlan) -> Result<OpId, CoreError> {
+    fn start_load(
+        &mut self,
+        id: RequestId,
+        plan: &LoadPlan,
+        component_pages: Vec<PageId>,
+    ) -> Result<OpId, CoreError> {
         let pages = plan.host_pages.len() as u32;
         let mut device_pages: Vec<PageId> = Vec::with_capacity(pages as usize);
         if !self.device.alloc(pages, &mut device_pages) {
             self.violation("device room was made and is not there");
         }
-        let pairs = plan
-            .host_pages
-            .iter()
-            .zip(&device_pages)
-            .map(|(&source, &target)| PagePair { source, target })
-            .collect();
+        let full = plan.host_pages.iter().zip(&device_pages);
+        let full = full.map(|(&source, &target)| PagePair { pool: PoolKind::Full, source, target });
+        let copies = plan.copies.iter().zip(&component_pages);
+        let copies = copies.map(|(copy, &target)| PagePair {
+            pool: pool_kind(copy.component),
+            source: copy.source,
+            target,
+        });
+        let pairs = full.chain(copies).collect();
         let op = self.new_op();
-        if let Err((error, device_pages)) = self.tree.begin_load(op, plan, device_pages) {
+        if let Err((error, device_pages, component_pages)) =
+            self.tree.begin_load_with(op, plan, device_pages, component_pages)
+        {
             self.free_device(&device_pages);
+            self.free_copies(Tier::Device, &plan.copies, &component_pages);
             return Err(error.into());
         }
         self.loads
@@ -112,10 +176,10 @@ impl Core {
     fn adopt_loaded_path(
         &mut self,
         id: RequestId,
-        node: crate::base::NodeId,
+        node: NodeId,
+        lock: DeviceLock,
         waits_for: SmallVec<[OpId; 2]>,
     ) -> Result<(), CoreError> {
-        let lock = self.tree.lock(node)?;
         let request = self.requests.get_mut(id.0).ok_or(CoreError::UnknownRequest)?;
         self.tree.path_pages(node, request.shared, &mut request.pages)?;
         request.shared = request.pages.len() as u32;
@@ -161,6 +225,7 @@ impl Core {
         for end in ends {
             self.load_ended(end);
         }
+        self.settle_components();
     }
 
     fn load_ended(&mut self, end: LoadEnd) {
@@ -170,8 +235,9 @@ impl Core {
         };
         self.digest.mix(end.op.0);
         let failed = match end.outcome {
-            LoadOutcome::Published { .. } => {
+            LoadOutcome::Published { nodes } => {
                 self.stats.loaded_pages += u64::from(load.pages);
+                nodes.into_iter().for_each(|node| self.note_blocked(node));
                 false
             }
             LoadOutcome::Failed { returned } => {

@@ -6,9 +6,11 @@
 pub mod action;
 pub mod agree;
 mod calls;
+mod components;
 pub mod config;
 pub mod core;
 mod load;
+mod mirror;
 pub mod oplog;
 pub mod outcome;
 mod prefetch;
@@ -19,14 +21,17 @@ pub mod stats;
 mod storage;
 mod write;
 
-pub use self::core::{Core, CoreError};
-pub use action::{Action, EndKey, Event, PageOutcome, PagePair, StoreItem};
+pub use self::core::{Core, CoreError, Freed};
+pub use action::{Action, EndKey, Event, PageOutcome, PagePair, PoolKind, StoreItem};
 pub use agree::{AgreeError, Agreement, Solo, Votes};
-pub use config::{ConfigError, CoreConfig, PrefetchConfig, PrefetchPolicy, StoreConfig, WritePolicy};
+pub use config::{
+    ConfigError, CoreConfig, PrefetchConfig, PrefetchPolicy, Rates, StateConfig, StoreConfig, WindowConfig,
+    WritePolicy,
+};
 pub use oplog::{Op, OpLog, OpLogError};
 pub use outcome::{
     Alloc, Checkpoint, LoadBack, LoadState, MatchInfo, PageCounts, Prefetch, PrefetchEnd, PrefetchState,
-    Refusal,
+    Refusal, RequestComponents,
 };
 pub use registration::{Registration, RegistrationPolicy, RegistrationState};
 pub use request::RequestId;

@@ -8,7 +8,9 @@ use std::fmt::{self, Write as _};
 use std::str::FromStr;
 
 use super::action::{Event, PageOutcome};
-use super::config::{CoreConfig, PrefetchConfig, PrefetchPolicy, StoreConfig, WritePolicy};
+use super::config::{
+    CoreConfig, PrefetchConfig, PrefetchPolicy, Rates, StateConfig, StoreConfig, WindowConfig, WritePolicy,
+};
 use super::core::Core;
 use super::request::RequestId;
 use crate::base::slab::SlabKey;
@@ -30,8 +32,8 @@ pub enum Op {
     Prefetch(RequestId, Vec<u32>),
     /// [`Core::poll_prefetch`].
     PollPrefetch(RequestId),
-    /// [`Core::load_back`].
-    LoadBack(RequestId),
+    /// [`Core::load_back_within`].
+    LoadBack(RequestId, u32),
     /// [`Core::alloc`].
     Alloc(RequestId, u32),
     /// [`Core::checkpoint`].
@@ -42,6 +44,12 @@ pub enum Op {
     Abort(RequestId, Fence),
     /// [`Core::launched`].
     Launched(Fence),
+    /// [`Core::set_rates`].
+    Rates(Rates),
+    /// [`Core::set_prefetch_policy`].
+    PrefetchPolicy(PrefetchPolicy),
+    /// [`Core::set_write_policy`].
+    WritePolicy(WritePolicy, bool),
     /// [`Core::tick`].
     Tick(Time),
     /// [`Core::handle`].
@@ -85,12 +93,15 @@ impl Op {
             Op::Match(id, tokens) => drop(core.match_prefix(*id, tokens)),
             Op::Prefetch(id, tokens) => drop(core.prefetch(*id, tokens)),
             Op::PollPrefetch(id) => drop(core.poll_prefetch(*id)),
-            Op::LoadBack(id) => drop(core.load_back(*id)),
+            Op::LoadBack(id, budget_pages) => drop(core.load_back_within(*id, *budget_pages)),
             Op::Alloc(id, pages) => drop(core.alloc(*id, *pages)),
             Op::Checkpoint(id, tokens, fence) => drop(core.checkpoint(*id, tokens, *fence)),
             Op::Finish(id, tokens, fence) => drop(core.finish(*id, tokens, *fence)),
             Op::Abort(id, fence) => drop(core.abort(*id, *fence)),
             Op::Launched(fence) => core.launched(*fence),
+            Op::Rates(rates) => core.set_rates(*rates),
+            Op::PrefetchPolicy(policy) => core.set_prefetch_policy(*policy),
+            Op::WritePolicy(write, exclusive) => drop(core.set_write_policy(*write, *exclusive)),
             Op::Tick(now) => core.tick(*now),
             Op::Event(event) => core.handle(event.clone()),
         }
@@ -199,7 +210,7 @@ impl fmt::Display for Op {
                 words(&mut line, tokens);
             }
             Op::PollPrefetch(id) => line = with("poll", id),
-            Op::LoadBack(id) => line = with("load", id),
+            Op::LoadBack(id, budget_pages) => line = format!("{} {budget_pages}", with("load", id)),
             Op::Alloc(id, pages) => line = format!("{} {pages}", with("alloc", id)),
             Op::Checkpoint(id, tokens, fence) => {
                 line = format!("{} {}", with("checkpoint", id), fence.number());
@@ -211,6 +222,14 @@ impl fmt::Display for Op {
             }
             Op::Abort(id, fence) => line = format!("{} {}", with("abort", id), fence.number()),
             Op::Launched(fence) => line = format!("launched {}", fence.number()),
+            Op::Rates(r) => {
+                line =
+                    format!("rates {} {} {}", r.compute_ns_per_token, r.load_ns_per_token, r.load_latency_us);
+            }
+            Op::PrefetchPolicy(policy) => line = format!("prefetch-policy {}", prefetch_policy_text(*policy)),
+            Op::WritePolicy(write, exclusive) => {
+                line = format!("write-policy {} {}", write_policy_text(*write), u8::from(*exclusive));
+            }
             Op::Tick(now) => line = format!("tick {}", now.0),
             Op::Event(event) => event_text(event, &mut line),
         }
@@ -301,6 +320,35 @@ impl<'a> Words<'a> {
             .collect()
     }
 
+    fn capacity(&mut self) -> Result<Capacity, OpLogError> {
+        capacity_of(self.word()?)
+    }
+
+    fn write_policy(&mut self) -> Result<WritePolicy, OpLogError> {
+        let bad = OpLogError { line: 0, what: "a write policy is malformed" };
+        Ok(match self.word()?.split(':').collect::<Vec<_>>()[..] {
+            ["write-through", n] => WritePolicy::WriteThrough { threshold: n.parse().map_err(|_| bad)? },
+            ["write-through-selective"] => WritePolicy::WriteThroughSelective,
+            ["write-back"] => WritePolicy::WriteBack,
+            ["none"] => WritePolicy::None,
+            _ => return Err(bad),
+        })
+    }
+
+    fn prefetch_policy(&mut self) -> Result<PrefetchPolicy, OpLogError> {
+        let bad = OpLogError { line: 0, what: "a prefetch policy is malformed" };
+        Ok(match self.word()?.split(':').collect::<Vec<_>>()[..] {
+            ["best-effort"] => PrefetchPolicy::BestEffort,
+            ["wait-complete"] => PrefetchPolicy::WaitComplete,
+            ["timeout", base, per] => PrefetchPolicy::Timeout {
+                base_ms: base.parse().map_err(|_| bad)?,
+                per_ki_token_ms: per.parse().map_err(|_| bad)?,
+            },
+            ["adaptive"] => PrefetchPolicy::Adaptive,
+            _ => return Err(bad),
+        })
+    }
+
     fn end(&mut self) -> Result<(), OpLogError> {
         match self.0.next() {
             None => Ok(()),
@@ -322,7 +370,7 @@ impl FromStr for Op {
             "match" => Op::Match(w.id()?, w.rest()?),
             "prefetch" => Op::Prefetch(w.id()?, w.rest()?),
             "poll" => Op::PollPrefetch(w.id()?),
-            "load" => Op::LoadBack(w.id()?),
+            "load" => Op::LoadBack(w.id()?, w.number()?),
             "alloc" => Op::Alloc(w.id()?, w.number()?),
             "checkpoint" => {
                 let (id, fence) = (w.id()?, w.fence()?);
@@ -334,6 +382,13 @@ impl FromStr for Op {
             }
             "abort" => Op::Abort(w.id()?, w.fence()?),
             "launched" => Op::Launched(w.fence()?),
+            "rates" => Op::Rates(Rates {
+                compute_ns_per_token: w.number()?,
+                load_ns_per_token: w.number()?,
+                load_latency_us: w.number()?,
+            }),
+            "prefetch-policy" => Op::PrefetchPolicy(w.prefetch_policy()?),
+            "write-policy" => Op::WritePolicy(w.write_policy()?, w.number::<u8>()? != 0),
             "tick" => Op::Tick(Time(w.number()?)),
             "copied" => Op::Event(Event::Copied { op: w.op()?, ok: w.number::<u8>()? != 0 }),
             "layers" => Op::Event(Event::LayerCopied { op: w.op()?, layers: w.number()? }),
@@ -354,7 +409,7 @@ impl FromStr for Op {
     }
 }
 
-const HEADER: &str = "sapwood-oplog-1";
+const HEADER: &str = "sapwood-oplog-2";
 
 impl fmt::Display for OpLog {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -381,6 +436,16 @@ impl FromStr for OpLog {
     }
 }
 
+fn capacity_of(word: &str) -> Result<Capacity, OpLogError> {
+    match word {
+        "unlimited" => Ok(Capacity::Unlimited),
+        pages => pages
+            .parse()
+            .map(Capacity::Pages)
+            .map_err(|_| OpLogError { line: 0, what: "a number of pages is malformed" }),
+    }
+}
+
 fn capacity_text(capacity: Capacity) -> String {
     match capacity {
         Capacity::Pages(pages) => pages.to_string(),
@@ -388,24 +453,43 @@ fn capacity_text(capacity: Capacity) -> String {
     }
 }
 
+fn write_policy_text(write: WritePolicy) -> String {
+    match write {
+        WritePolicy::WriteThrough { threshold } => format!("write-through:{threshold}"),
+        WritePolicy::WriteThroughSelective => "write-through-selective".to_owned(),
+        WritePolicy::WriteBack => "write-back".to_owned(),
+        WritePolicy::None => "none".to_owned(),
+    }
+}
+
+fn prefetch_policy_text(policy: PrefetchPolicy) -> String {
+    match policy {
+        PrefetchPolicy::BestEffort => "best-effort".to_owned(),
+        PrefetchPolicy::WaitComplete => "wait-complete".to_owned(),
+        PrefetchPolicy::Timeout { base_ms, per_ki_token_ms } => {
+            format!("timeout:{base_ms}:{per_ki_token_ms}")
+        }
+        PrefetchPolicy::Adaptive => "adaptive".to_owned(),
+    }
+}
+
 fn config_text(c: &CoreConfig) -> String {
     let mut out = format!(" {} {} {}", c.page_size, capacity_text(c.device), capacity_text(c.host));
-    match c.write {
-        WritePolicy::WriteThrough { threshold } => words(&mut out, [format!("write-through:{threshold}")]),
-        WritePolicy::WriteThroughSelective => words(&mut out, ["write-through-selective"]),
-        WritePolicy::WriteBack => words(&mut out, ["write-back"]),
-        WritePolicy::None => words(&mut out, ["none"]),
-    }
     let p = &c.prefetch;
-    match p.policy {
-        PrefetchPolicy::BestEffort => words(&mut out, ["best-effort"]),
-        PrefetchPolicy::WaitComplete => words(&mut out, ["wait-complete"]),
-        PrefetchPolicy::Timeout { base_ms, per_ki_token_ms } => {
-            words(&mut out, [format!("timeout:{base_ms}:{per_ki_token_ms}")]);
+    words(&mut out, [write_policy_text(c.write), prefetch_policy_text(p.policy)]);
+    words(&mut out, [p.threshold_tokens, p.batch_pages, p.window_batches, p.host_share_percent]);
+    words(&mut out, [p.retry_ms, u64::from(p.attempts_max), p.repair_ms]);
+    words(&mut out, [u32::from(c.exclusive), c.write_ahead_percent, c.loads_in_flight_max]);
+    match c.window {
+        None => words(&mut out, ["-"]),
+        Some(w) => {
+            words(&mut out, [w.span_pages.to_string(), capacity_text(w.device), capacity_text(w.host)])
         }
     }
-    words(&mut out, [p.threshold_tokens, p.batch_pages, p.window_batches, p.host_share_percent]);
-    words(&mut out, [u32::from(c.exclusive), c.write_ahead_percent, c.loads_in_flight_max]);
+    match c.state {
+        None => words(&mut out, ["-"]),
+        Some(s) => words(&mut out, [capacity_text(s.device), capacity_text(s.host)]),
+    }
     match &c.store {
         None => words(&mut out, ["-"]),
         Some(s) => words(
@@ -426,37 +510,34 @@ fn parse_config(text: &str) -> Result<CoreConfig, OpLogError> {
     let bad = OpLogError { line: 0, what: "the configuration is malformed" };
     let mut w = Words(text.split_ascii_whitespace());
     let page_size = w.number()?;
-    let capacity = |w: &mut Words<'_>| match w.word()? {
-        "unlimited" => Ok(Capacity::Unlimited),
-        pages => pages.parse().map(Capacity::Pages).map_err(|_| bad),
-    };
-    let (device, host) = (capacity(&mut w)?, capacity(&mut w)?);
-    let write = match w.word()?.split(':').collect::<Vec<_>>()[..] {
-        ["write-through", n] => WritePolicy::WriteThrough { threshold: n.parse().map_err(|_| bad)? },
-        ["write-through-selective"] => WritePolicy::WriteThroughSelective,
-        ["write-back"] => WritePolicy::WriteBack,
-        ["none"] => WritePolicy::None,
-        _ => return Err(bad),
-    };
-    let policy = match w.word()?.split(':').collect::<Vec<_>>()[..] {
-        ["best-effort"] => PrefetchPolicy::BestEffort,
-        ["wait-complete"] => PrefetchPolicy::WaitComplete,
-        ["timeout", base, per] => PrefetchPolicy::Timeout {
-            base_ms: base.parse().map_err(|_| bad)?,
-            per_ki_token_ms: per.parse().map_err(|_| bad)?,
-        },
-        _ => return Err(bad),
-    };
+    let (device, host) = (w.capacity()?, w.capacity()?);
+    let write = w.write_policy()?;
+    let policy = w.prefetch_policy()?;
     let prefetch = PrefetchConfig {
         policy,
         threshold_tokens: w.number()?,
         batch_pages: w.number()?,
         window_batches: w.number()?,
         host_share_percent: w.number()?,
+        retry_ms: w.number()?,
+        attempts_max: w.number()?,
+        repair_ms: w.number()?,
     };
     let exclusive = w.number::<u8>()? != 0;
     let write_ahead_percent = w.number()?;
     let loads_in_flight_max = w.number()?;
+    let window = match w.word()? {
+        "-" => None,
+        span => Some(WindowConfig {
+            span_pages: span.parse().map_err(|_| bad)?,
+            device: w.capacity()?,
+            host: w.capacity()?,
+        }),
+    };
+    let state = match w.word()? {
+        "-" => None,
+        device => Some(StateConfig { device: capacity_of(device)?, host: w.capacity()? }),
+    };
     let store = match w.word()? {
         "-" => None,
         batch_pages => Some(StoreConfig {
@@ -478,6 +559,8 @@ fn parse_config(text: &str) -> Result<CoreConfig, OpLogError> {
         exclusive,
         write_ahead_percent,
         loads_in_flight_max,
+        window,
+        state,
     })
 }
 
@@ -506,7 +589,10 @@ mod tests {
             Op::Match(id, vec![]),
             Op::Prefetch(id, vec![5]),
             Op::PollPrefetch(id),
-            Op::LoadBack(id),
+            Op::LoadBack(id, 7),
+            Op::Rates(Rates { compute_ns_per_token: 1, load_ns_per_token: 2, load_latency_us: 3 }),
+            Op::PrefetchPolicy(PrefetchPolicy::Adaptive),
+            Op::WritePolicy(WritePolicy::WriteThrough { threshold: 2 }, true),
             Op::Alloc(id, 4),
             Op::Checkpoint(id, vec![1, 2], Fence::after(8)),
             Op::Finish(id, vec![], Fence::SETTLED),
@@ -530,6 +616,12 @@ mod tests {
             host: Capacity::Pages(5),
             store: Some(StoreConfig::default()),
             write: WritePolicy::WriteThrough { threshold: 3 },
+            window: Some(WindowConfig {
+                span_pages: 2,
+                device: Capacity::Pages(9),
+                host: Capacity::Unlimited,
+            }),
+            state: Some(StateConfig { device: Capacity::Pages(3), host: Capacity::Pages(0) }),
             ..CoreConfig::device_only(1, Capacity::Pages(4))
         };
         for config in [plain, full, CoreConfig { write: WritePolicy::WriteBack, ..full }] {

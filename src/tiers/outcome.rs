@@ -1,6 +1,6 @@
 //! What the calls of the core answer.
 
-use crate::base::{NodeId, OpId};
+use crate::base::{NodeId, OpId, PageId};
 
 /// Why something was not done although nothing went wrong.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -8,8 +8,12 @@ use crate::base::{NodeId, OpId};
 pub enum Refusal {
     /// Not enough device pages can be freed now.
     NoDevicePages,
+    /// Not enough window pages or state slots can be freed now.
+    NoComponentPages,
     /// Not enough host pages can be freed now.
     NoHostPages,
+    /// The request may not take so many device pages now.
+    OverBudget,
     /// Too many loads are in flight.
     LoadsInFlight,
     /// The span, or what the store holds of it, is too short to be worth a load.
@@ -26,10 +30,18 @@ pub enum Refusal {
     NotInStore,
     /// The store did not answer, or a page could not be read.
     StoreFailed,
+    /// The store holds it, but no window or state to go on from at its end.
+    NotRestorable,
     /// No store is attached.
     NoStore,
     /// The request has a prefetch already.
     AlreadyPrefetching,
+    /// The request asked the store a moment ago.
+    Paced,
+    /// The request has asked the store as often as it may.
+    AttemptsUsed,
+    /// Loading it is predicted to take longer than computing it.
+    SlowerThanCompute,
     /// The request waits for a load.
     LoadPending,
     /// The time allowed for the prefetch ran out.
@@ -38,6 +50,9 @@ pub enum Refusal {
     Aborted,
     /// Evicted from the device without a host copy, as the write policy has it.
     NotBackedUp,
+    /// Evicted from the device without a host copy: what it hangs under was used since and would need more host pages
+    /// than it is worth.
+    Outlived,
     /// Evicted from the host.
     HostEvicted,
 }
@@ -48,7 +63,9 @@ impl Refusal {
     pub fn name(self) -> &'static str {
         match self {
             Refusal::NoDevicePages => "no_device_pages",
+            Refusal::NoComponentPages => "no_component_pages",
             Refusal::NoHostPages => "no_host_pages",
+            Refusal::OverBudget => "over_budget",
             Refusal::LoadsInFlight => "loads_in_flight",
             Refusal::BelowThreshold => "below_threshold",
             Refusal::AnchorNotBackedUp => "anchor_not_backed_up",
@@ -57,12 +74,17 @@ impl Refusal {
             Refusal::PrefetchShare => "prefetch_share",
             Refusal::NotInStore => "not_in_store",
             Refusal::StoreFailed => "store_failed",
+            Refusal::NotRestorable => "not_restorable",
             Refusal::NoStore => "no_store",
             Refusal::AlreadyPrefetching => "already_prefetching",
+            Refusal::Paced => "paced",
+            Refusal::AttemptsUsed => "attempts_used",
+            Refusal::SlowerThanCompute => "slower_than_compute",
             Refusal::LoadPending => "load_pending",
             Refusal::OutOfTime => "out_of_time",
             Refusal::Aborted => "aborted",
             Refusal::NotBackedUp => "not_backed_up",
+            Refusal::Outlived => "outlived",
             Refusal::HostEvicted => "host_evicted",
         }
     }
@@ -77,6 +99,9 @@ pub struct MatchInfo {
     pub host_tokens: u64,
     /// The deepest node of the match.
     pub node: NodeId,
+    /// Tokens that were there when the last prefetch of this request ended and are gone by now: asking the store again
+    /// may be worth it, and is allowed at once.
+    pub lost_tokens: u64,
 }
 
 /// What became of a request to load.
@@ -120,6 +145,23 @@ pub enum Alloc {
         /// completion.
         coming_pages: u32,
     },
+}
+
+/// What a request has of windows and states.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RequestComponents {
+    /// Place of the first page of `window`, counted in pages from the root.
+    pub window_from: u32,
+    /// Place of the first one that is the request's own.
+    pub own_window_from: u32,
+    /// While the request waits for a load, only its own are listed: the others have their place when all has arrived.
+    pub complete: bool,
+    /// Window pages up to the end of the request's table: those of the shared prefix that it needs, then its own.
+    pub window: Vec<PageId>,
+    /// Slot with the state at the end of the shared prefix: to be read, never written.
+    pub state_in: Option<PageId>,
+    /// The request's own slot: to be written.
+    pub state: Option<PageId>,
 }
 
 /// What a checkpoint published.

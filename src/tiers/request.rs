@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use super::outcome::PrefetchEnd;
 use crate::base::slab::SlabKey;
-use crate::base::{NamespaceId, NodeId, OpId, PageId};
+use crate::base::{NamespaceId, NodeId, OpId, PageId, Time};
 use crate::tree::{DeviceLock, HostPin};
 
 /// Name of a request inside a core.
@@ -36,8 +36,20 @@ pub(super) struct Request {
     /// Loads this request waits for.
     pub(super) loads: SmallVec<[OpId; 2]>,
     pub(super) load_failed: bool,
+    /// Own window pages, one per own page; empty without the component.
+    pub(super) window: Vec<PageId>,
+    /// Own state slot.
+    pub(super) state: Option<PageId>,
     pub(super) prefetch: Option<OpId>,
     pub(super) prefetch_end: Option<PrefetchEnd>,
+    /// Prefetches started.
+    pub(super) prefetch_attempts: u32,
+    /// No further prefetch before.
+    pub(super) prefetch_not_before: Time,
+    /// Tokens from the root that were on device or host when the last prefetch ended.
+    pub(super) counted_on_tokens: u64,
+    /// When the scheduler first had to wait for a prefetch of this request.
+    pub(super) blocked_since: Option<Time>,
 }
 
 impl Request {
@@ -52,8 +64,14 @@ impl Request {
             node: None,
             loads: SmallVec::new(),
             load_failed: false,
+            window: Vec::new(),
+            state: None,
             prefetch: None,
             prefetch_end: None,
+            prefetch_attempts: 0,
+            prefetch_not_before: Time::ZERO,
+            counted_on_tokens: 0,
+            blocked_since: None,
         }
     }
 

@@ -5,6 +5,17 @@ use super::outcome::Refusal;
 use crate::base::PageId;
 use crate::tree::{DeviceEviction, Unbacked};
 
+/// What host pages are wanted for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum HostRoom {
+    /// Something that can not be had later.
+    Now,
+    /// A copy that the write policy asks for, of what will stay on the device.
+    Due,
+    /// A copy of what is next to leave the device.
+    Ahead,
+}
+
 impl Core {
     /// Evicts until `want` device pages are free or nothing more can go now. Never waits: under write-back an
     /// un-backed victim frees its pages when its copy has ended.
@@ -38,25 +49,41 @@ impl Core {
         self.free_host(&gone.freed_host);
     }
 
-    /// Evicts until `want` host pages are free or nothing more can go now: copies whose node still lies on
-    /// the device, and host leaves, in the order that the configuration says.
+    /// Evicts until `want` host pages are free or nothing more can go now: copies whose node still lies on the device, and
+    /// host leaves, in the order that the configuration says. Copies that were written ahead, of nodes that are next to
+    /// leave the device, go last, and not at all for another one of that kind.
     pub(super) fn make_host_room(&mut self, want: u32) -> bool {
-        let free = self.host.free_pages();
-        if free >= want {
+        self.make_host_room_for(want, HostRoom::Now)
+    }
+
+    /// See [`make_host_room`](Core::make_host_room).
+    pub(super) fn make_host_room_for(&mut self, want: u32, what: HostRoom) -> bool {
+        if self.host.free_pages() >= want {
             return true;
         }
-        if self.config.exclusive {
-            self.reclaim_mirrors(want);
-            self.evict_host(want);
+        // A copy of what stays on the device would displace one of what lies nowhere else.
+        let polite = what == HostRoom::Due && self.config.host_copies_are_last();
+        if self.config.prefers_sole_copies() {
+            self.reclaim_mirrors(want, self.ahead_used);
+            self.unblock_mirrors(want);
+            if !polite {
+                self.evict_host(want);
+            }
         } else {
             self.evict_host(want);
-            self.reclaim_mirrors(want);
+            self.reclaim_mirrors(want, self.ahead_used);
+        }
+        if what != HostRoom::Ahead && !polite {
+            self.reclaim_mirrors(want, 0);
         }
         self.host.free_pages() >= want
     }
 
     fn evict_host(&mut self, want: u32) {
         let short = want.saturating_sub(self.host.free_pages());
+        if short == 0 {
+            return;
+        }
         let mut pages: Vec<PageId> = Vec::new();
         self.tree.evict_host(short, &mut pages);
         let evicted = pages.len() as u32;
@@ -66,10 +93,13 @@ impl Core {
         self.free_host(&pages);
     }
 
-    fn reclaim_mirrors(&mut self, want: u32) {
+    pub(super) fn reclaim_mirrors(&mut self, want: u32, used_after: u64) {
         let short = want.saturating_sub(self.host.free_pages());
+        if short == 0 {
+            return;
+        }
         let mut pages: Vec<PageId> = Vec::new();
-        self.tree.reclaim_mirrors(short, &mut pages);
+        self.tree.reclaim_mirrors(short, used_after, &mut pages);
         self.stats.mirror_reclaimed_pages += pages.len() as u64;
         self.free_host(&pages);
     }
@@ -82,11 +112,14 @@ impl Core {
             return;
         }
         let deep = u64::from(self.device.capacity()) * u64::from(self.config.write_ahead_percent) / 100;
-        let deep = (deep as u32).saturating_sub(self.device.free_pages());
+        // What is free, or on its way out, need not be found any more.
+        let found = self.device.free_pages().saturating_add(self.backups.old_pages());
         let mut nodes = Vec::new();
-        self.tree.unbacked_ahead(deep, &mut nodes);
+        self.ahead_used = self.tree.unbacked_ahead((deep as u32).saturating_sub(found), &mut nodes);
         for node in nodes {
-            self.write_through(node);
+            if !self.back_up_ahead(node) {
+                return;
+            }
         }
     }
 }

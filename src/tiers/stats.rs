@@ -32,6 +32,14 @@ pub struct Stats {
     pub loaded_pages: u64,
     /// Pages whose restore failed.
     pub load_failed_pages: u64,
+    /// Pages of windows and states given up to make room for others.
+    pub component_evicted_pages: u64,
+    /// Pages of windows and states that found no host page when their prefix was backed up.
+    pub component_unsaved_pages: u64,
+    /// Prefetches that went back to an earlier stop point because something could not be read.
+    pub prefetch_retreats: u64,
+    /// Pages of windows and states that prefetches brought to the host.
+    pub component_prefetched_pages: u64,
     /// Pages written to the store.
     pub store_put_pages: u64,
     /// Writes of a page that failed, each attempt.
@@ -52,6 +60,8 @@ pub struct Stats {
     pub prefetch_loaded_tokens: u64,
     /// Tokens found in the store that the tree had by then.
     pub prefetch_redundant_tokens: u64,
+    /// Refills held until their anchor had its host copy, or the bound was over.
+    pub anchor_repairs: u64,
     /// Tokens dropped anywhere, by reason.
     pub dropped_tokens: TokensByReason,
     /// Calls refused, by reason.

@@ -3,14 +3,17 @@
 //!
 //! The queue holds nodes, and an entry means "the path down to this node": fragments that a split made in the
 //! meantime lie on that path and are written too (B36). A page counts as stored only when the store said so
-//! (B37); a node with failed pages is tried again with growing waits while it still has its host copy.
+//! (B37); a node with failed pages is tried again with growing waits while it still has its host copy. The windows and
+//! states that a request at the end of a node needs go with it; a page of which they could not be written is not stored.
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::action::{Action, PageOutcome, StoreItem};
+use super::action::{Action, PageOutcome, PoolKind, StoreItem};
+use super::components::pool_kind;
 use super::config::StoreConfig;
 use super::core::Core;
 use crate::base::containers::{Map, Set};
+use crate::base::plant::{Plant, is_planted};
 use crate::base::{NamespaceId, NodeId, OpId, Time};
 use crate::tree::{StorePlan, TreeError};
 
@@ -30,7 +33,12 @@ struct Write {
     /// The entry it is written for: its node, or one below it.
     entry: NodeId,
     namespace: NamespaceId,
-    plan: StorePlan,
+    /// What is written: the pages of the plan, then those of components.
+    items: Vec<StoreItem>,
+    /// Places of the pages of the plan, counted from the root, then those of components.
+    positions: Vec<u32>,
+    /// Pages of the plan.
+    full: usize,
     outcomes: Vec<Option<PageOutcome>>,
     /// First page of each batch issued, with whether it has ended.
     batches: Vec<(usize, bool)>,
@@ -135,21 +143,8 @@ impl Core {
             let op = self.new_op();
             match self.tree.begin_store(op, node) {
                 Ok(plan) => {
-                    let pages = plan.host_pages.len();
-                    let namespace =
-                        self.tree.namespace_of(node).ok().flatten().unwrap_or(NamespaceId::DEFAULT);
-                    self.storage.writes.insert(
-                        op,
-                        Write {
-                            node,
-                            entry,
-                            namespace,
-                            plan,
-                            outcomes: vec![None; pages],
-                            batches: Vec::new(),
-                            next_page: 0,
-                        },
-                    );
+                    let write = self.new_write(node, entry, plan);
+                    self.storage.writes.insert(op, write);
                     self.storage.unissued.push_back(op);
                 }
                 // Being written already, by an operation that will say how it went.
@@ -157,6 +152,26 @@ impl Core {
                 Err(_) => self.violation("a node on an unstored path can not be written"),
             }
         }
+    }
+
+    fn new_write(&mut self, node: NodeId, entry: NodeId, plan: StorePlan) -> Write {
+        let namespace = self.tree.namespace_of(node).ok().flatten().unwrap_or(NamespaceId::DEFAULT);
+        let full = plan.host_pages.len();
+        let pages = plan.hashes.iter().zip(&plan.host_pages);
+        let mut items: Vec<StoreItem> =
+            pages.map(|(&hash, &host_page)| StoreItem { pool: PoolKind::Full, hash, host_page }).collect();
+        let mut positions = plan.positions;
+        let mut parts = Vec::new();
+        if self.components.any() && self.tree.component_store_plan(node, &mut parts).is_err() {
+            self.violation("a node that is being stored has no hashes");
+        }
+        for part in parts {
+            let pool = pool_kind(part.component);
+            items.push(StoreItem { pool, hash: part.hash, host_page: part.host_page });
+            positions.push(part.position);
+        }
+        let outcomes = vec![None; items.len()];
+        Write { node, entry, namespace, items, positions, full, outcomes, batches: Vec::new(), next_page: 0 }
     }
 
     /// The nodes from `node` up that are not stored, deepest first. `None`: one of them holds no host copy, so
@@ -184,9 +199,7 @@ impl Core {
         };
         let first = write.next_page;
         let last = (first + batch_pages).min(write.outcomes.len());
-        let items = (first..last)
-            .map(|i| StoreItem { hash: write.plan.hashes[i], host_page: write.plan.host_pages[i] })
-            .collect();
+        let items = write.items[first..last].to_vec();
         let (batch, namespace) = (write.batches.len() as u32, write.namespace);
         write.batches.push((first, false));
         write.next_page = last;
@@ -225,9 +238,19 @@ impl Core {
 
     fn write_ended(&mut self, op: OpId, config: &StoreConfig) {
         let Some(write) = self.storage.writes.remove(&op) else { return };
-        let stored: Vec<bool> = write.outcomes.iter().map(|o| *o == Some(PageOutcome::Done)).collect();
+        let acked =
+            |o: &Option<PageOutcome>| *o == Some(PageOutcome::Done) || is_planted(Plant::AckFailedPut);
+        let mut stored: Vec<bool> = write.outcomes.iter().map(acked).collect();
         let done = stored.iter().filter(|&&s| s).count();
         let failed = stored.len() - done;
+        // A page is stored when all of it is: else the place would be found, and nobody could go on from it.
+        for at in write.full..stored.len() {
+            let place = write.positions[..write.full].iter().position(|p| *p == write.positions[at]);
+            if let (false, Some(place)) = (stored[at], place) {
+                stored[place] = false;
+            }
+        }
+        stored.truncate(write.full);
         self.stats.store_put_pages += done as u64;
         self.stats.store_put_failed_pages += failed as u64;
         if self.tree.end_store(op, &stored).is_err() {

@@ -4,11 +4,13 @@
 //! backup lie in the tree from its start (marked pending), so there is nothing here that could leak them: the
 //! end of the operation either publishes them or gets them back.
 
-use super::action::{Action, PagePair};
+use super::action::{Action, PagePair, PoolKind};
+use super::components::pool_kind;
 use super::core::Core;
 use super::outcome::Refusal;
+use super::room::HostRoom;
 use crate::base::containers::Map;
-use crate::base::{NodeId, OpId, PageId};
+use crate::base::{NodeId, OpId, PageId, Tier};
 use crate::tree::{BackupEnd, BackupOutcome, BackupPlan, DeviceEviction};
 
 /// One backup in flight.
@@ -17,8 +19,18 @@ struct Backup {
     pages: u32,
     /// The copy has ended; the tree holds the publication until the parent's has.
     copied: bool,
-    /// This node leaves the device when its host copy is there.
-    victim: Option<NodeId>,
+    why: Why,
+}
+
+/// What a copy to the host is made for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Why {
+    /// The write policy: the node is due.
+    Due,
+    /// The node is among the next to leave the device.
+    Ahead,
+    /// The node leaves the device when its host copy is there.
+    Victim(NodeId),
 }
 
 /// Backups in flight.
@@ -29,6 +41,8 @@ pub(super) struct Backups {
     held_pages: u32,
     /// Those among them that leave the device when the copy has ended.
     leaving_pages: u32,
+    /// Those among them that are copied because of their age.
+    old_pages: u32,
 }
 
 impl Backups {
@@ -47,15 +61,53 @@ impl Backups {
     pub(super) fn held_pages(&self) -> u32 {
         self.held_pages
     }
+
+    pub(super) fn old_pages(&self) -> u32 {
+        self.old_pages
+    }
+
+    fn count(&mut self, pages: u32, why: Why, add: bool) {
+        let change = |n: &mut u32| *n = if add { *n + pages } else { *n - pages };
+        change(&mut self.held_pages);
+        if why != Why::Due {
+            change(&mut self.old_pages);
+        }
+        if matches!(why, Why::Victim(_)) {
+            change(&mut self.leaving_pages);
+        }
+    }
 }
 
 impl Core {
+    /// Write-through: windows and states that were computed again after their node was backed up follow it to the host.
+    pub(super) fn catch_up_components(&mut self, node: NodeId) {
+        let mut plan = BackupPlan::default();
+        if !self.components.any()
+            || self.config.write.threshold() == 0
+            || self.tree.plan_component_catch_up(node, &mut plan).is_err()
+        {
+            return;
+        }
+        if !plan.copies.is_empty() {
+            self.start_backup(&mut plan, Why::Due);
+        }
+    }
+
     /// Write-through: backs up `node` and its un-backed ancestors, parents first, in one operation.
     pub(super) fn write_through(&mut self, node: NodeId) {
-        let Some(plan) = self.plan_with_room(node) else { return };
-        if !self.start_backup(&plan, None) {
+        let Some(mut plan) = self.plan_with_room(node, HostRoom::Due) else { return };
+        if !self.start_backup(&mut plan, Why::Due) {
             self.refused(Refusal::NoHostPages);
         }
+    }
+
+    /// The same ahead of need. False: there is no room for that.
+    pub(super) fn back_up_ahead(&mut self, node: NodeId) -> bool {
+        if self.is_outlived(node, false) {
+            return true;
+        }
+        let plan = self.plan_with_room(node, HostRoom::Ahead);
+        plan.is_none_or(|mut plan| self.start_backup(&mut plan, Why::Ahead))
     }
 
     /// Copies victims to the host so that they can leave; those that find no host page are dropped. Stops when what is
@@ -67,8 +119,12 @@ impl Core {
                 return;
             }
             // A backed-up node above an un-backed victim is listed too; it leaves by demotion when its child has.
-            let Some(plan) = self.plan_with_room(node) else { continue };
-            if !self.start_backup(&plan, Some(node)) {
+            if self.is_outlived(node, true) {
+                freed += self.drop_leaf(node, Refusal::Outlived);
+                continue;
+            }
+            let Some(mut plan) = self.plan_with_room(node, HostRoom::Now) else { continue };
+            if !self.start_backup(&mut plan, Why::Victim(node)) {
                 freed += self.drop_leaf(node, Refusal::NoHostPages);
             }
         }
@@ -77,7 +133,7 @@ impl Core {
     /// What to copy so that `node` is backed up, after host room was made for it as far as possible. The copies that the
     /// plan rests on are pinned meanwhile: room would else be made by giving up the parent's, and the plan would grow
     /// faster than the room. `None`: nothing to do.
-    fn plan_with_room(&mut self, node: NodeId) -> Option<BackupPlan> {
+    fn plan_with_room(&mut self, node: NodeId, for_whom: HostRoom) -> Option<BackupPlan> {
         let mut plan = BackupPlan::default();
         self.tree.plan_backup(node, &mut plan).ok()?;
         if plan.device_pages.is_empty() {
@@ -86,8 +142,8 @@ impl Core {
         let above = self.tree.parent(*plan.nodes.first()?).ok()??;
         // Without a copy there is nothing to pin (write-back), and one in flight is pinned by its operation.
         let pin = self.tree.pin_host(above).ok();
-        self.make_host_room(plan.device_pages.len() as u32);
-        if pin.is_some_and(|pin| self.tree.unpin_host(pin).is_err()) {
+        self.make_host_room_for(plan.device_pages.len() as u32, for_whom);
+        if pin.is_some_and(|pin| self.tree.unpin_host_unused(pin).is_err()) {
             self.violation("a fresh pin is unknown");
         }
         Some(plan)
@@ -104,29 +160,36 @@ impl Core {
     }
 
     /// False: no host pages; nothing changed.
-    fn start_backup(&mut self, plan: &BackupPlan, victim: Option<NodeId>) -> bool {
+    fn start_backup(&mut self, plan: &mut BackupPlan, why: Why) -> bool {
         let pages = plan.device_pages.len() as u32;
         let mut host_pages: Vec<PageId> = Vec::with_capacity(pages as usize);
         if !self.host.alloc(pages, &mut host_pages) {
             return false;
         }
-        let pairs = plan
-            .device_pages
-            .iter()
-            .zip(&host_pages)
-            .map(|(&source, &target)| PagePair { source, target })
-            .collect();
+        let component_pages = self.alloc_copies_that_fit(Tier::Host, &mut plan.copies);
+        if pages == 0 && component_pages.is_empty() {
+            return false;
+        }
+        let full = plan.device_pages.iter().zip(&host_pages);
+        let full = full.map(|(&source, &target)| PagePair { pool: PoolKind::Full, source, target });
+        let copies = plan.copies.iter().zip(&component_pages);
+        let copies = copies.map(|(copy, &target)| PagePair {
+            pool: pool_kind(copy.component),
+            source: copy.source,
+            target,
+        });
+        let pairs = full.chain(copies).collect();
         let op = self.new_op();
-        if let Err((error, host_pages)) = self.tree.begin_backup(op, plan, host_pages) {
+        if let Err((error, host_pages, component_pages)) =
+            self.tree.begin_backup_with(op, plan, host_pages, component_pages)
+        {
             self.free_host(&host_pages);
+            self.free_copies(Tier::Host, &plan.copies, &component_pages);
             self.violation(&format!("a fresh backup plan was refused: {error}"));
             return false;
         }
-        self.backups.ops.insert(op, Backup { pages, copied: false, victim });
-        self.backups.held_pages += pages;
-        if victim.is_some() {
-            self.backups.leaving_pages += pages;
-        }
+        self.backups.ops.insert(op, Backup { pages, copied: false, why });
+        self.backups.count(pages, why, true);
         let after = self.fence;
         self.act(Action::CopyToHost { op, pairs, after });
         true
@@ -145,6 +208,7 @@ impl Core {
         for end in ends {
             self.backup_ended(end);
         }
+        self.settle_components();
     }
 
     fn backup_ended(&mut self, end: BackupEnd) {
@@ -152,23 +216,20 @@ impl Core {
             self.violation("the tree ended a backup that is not in flight");
             return;
         };
-        self.backups.held_pages -= backup.pages;
-        if backup.victim.is_some() {
-            self.backups.leaving_pages -= backup.pages;
-        }
+        self.backups.count(backup.pages, backup.why, false);
         self.digest.mix(end.op.0);
         match end.outcome {
             BackupOutcome::Failed { returned } => {
                 self.stats.backup_failed_pages += returned.len() as u64;
                 self.free_host(&returned);
-                if let Some(victim) = backup.victim {
+                if let Why::Victim(victim) = backup.why {
                     // Whoever waits for its pages would else wait for ever, if copies keep failing.
                     self.drop_leaf(victim, Refusal::NotBackedUp);
                 }
             }
             BackupOutcome::Published { nodes } => {
                 self.stats.backed_up_pages += u64::from(backup.pages);
-                if let Some(victim) = backup.victim {
+                if let Why::Victim(victim) = backup.why {
                     self.demote_if_idle(victim);
                 }
                 for node in nodes {
@@ -181,7 +242,9 @@ impl Core {
     /// Demotes a node that was written to leave, unless somebody has come to use it meanwhile.
     fn demote_if_idle(&mut self, node: NodeId) {
         let mut gone = DeviceEviction::default();
+        let above = self.tree.parent(node).ok().flatten();
         if self.tree.demote(node, &mut gone).is_ok() {
+            above.into_iter().for_each(|above| self.note_blocked(above));
             self.take_evicted(&gone, Refusal::NotBackedUp);
         }
     }

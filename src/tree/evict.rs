@@ -8,6 +8,9 @@ use super::node::{Listed, NIL, Node, ROOT, Residency};
 use super::order::facts;
 use super::{DeviceEviction, HostEviction, Tree, TreeError, Unbacked};
 
+/// Nodes that one [`Tree::evict_host_below`] looks at.
+const BELOW_NODES_MAX: usize = 64;
+
 impl Tree {
     /// Frees `want_pages` device pages, or all that nobody holds if that is less. A victim with a host copy is demoted; one
     /// without is deleted together with what hangs below it on the host, or reported, as `unbacked` says. Reported
@@ -201,16 +204,17 @@ impl Tree {
             return Err(TreeError::InUse(self.arena.id(at)));
         }
         self.evict_host(u32::MAX, out);
-        self.reclaim_mirrors(u32::MAX, out);
+        self.reclaim_mirrors(u32::MAX, 0, out);
         Ok(())
     }
 
     /// Lists the nodes without a host copy, and worth one, among the first `within_pages` pages of the device order: what will have to
     /// be written when room is made, so that it can be written before. Nodes with a backup in flight are not listed.
-    /// Under a heap policy nothing is known ahead and nothing is listed; under the adaptive one only leaves are. O(nodes in
-    /// that range).
-    pub fn unbacked_ahead(&self, within_pages: u32, out: &mut Vec<NodeId>) {
-        let mut left = within_pages;
+    /// Returns when the last node of that range was used, for [`reclaim_mirrors`](Tree::reclaim_mirrors). Under a heap
+    /// policy nothing is known ahead and nothing is listed; under the adaptive one only leaves are, and 0 is returned. O(nodes
+    /// in that range).
+    pub fn unbacked_ahead(&self, within_pages: u32, out: &mut Vec<NodeId>) -> u64 {
+        let (mut left, mut used) = (within_pages, 0);
         if let Some(adaptive) = &self.orders.adaptive {
             adaptive.ahead(Tier::Device, |at| {
                 let node = &self.arena.nodes[at as usize];
@@ -220,7 +224,7 @@ impl Tree {
                 left = left.saturating_sub(node.pages);
                 left > 0
             });
-            return;
+            return 0;
         }
         let mut at = self.orders.device.oldest;
         while left > 0 && at != NIL {
@@ -229,18 +233,77 @@ impl Tree {
                 out.push(self.arena.id(at));
             }
             left = left.saturating_sub(node.pages);
-            at = node.order.newer;
+            (used, at) = (node.tick, node.order.newer);
         }
+        used
+    }
+
+    /// Gives up what lies only on the host below `node`, which is on the device, if it is all that keeps the node's own
+    /// host copy from being reclaimed, is fewer than `below_pages` pages, and nobody holds any of it. The pages are
+    /// appended to `out`. Returns how many; 0 if there are more, or if looking further would cost more than 64 nodes;
+    /// `None` if nothing below keeps the copy.
+    ///
+    /// # Errors
+    /// Unknown node.
+    pub fn evict_host_below(
+        &mut self,
+        node: NodeId,
+        below_pages: u32,
+        out: &mut Vec<PageId>,
+    ) -> Result<Option<u32>, TreeError> {
+        let at = self.slot(node)?;
+        let n = &self.arena.nodes[at as usize];
+        if at == ROOT || n.device != Residency::Present || n.host != Residency::Present || n.kids_host == 0 {
+            return Ok(None);
+        }
+        // Parents before children.
+        let (mut doomed, mut pages) = (Vec::new(), 0u32);
+        let (mut next, mut seen, mut up) = (0, 0, at);
+        loop {
+            let mut child = self.arena.nodes[up as usize].first_child;
+            while child != NIL {
+                let low = &self.arena.nodes[child as usize];
+                let held = low.locks > 0 || low.pins > 0 || low.op != NIL || low.store_op != NIL;
+                if low.host != Residency::Absent {
+                    pages = pages.saturating_add(low.pages);
+                    if low.device != Residency::Absent || held || pages >= below_pages {
+                        return Ok(Some(0));
+                    }
+                    doomed.push(child);
+                }
+                seen += 1;
+                if seen > BELOW_NODES_MAX {
+                    return Ok(Some(0));
+                }
+                child = low.sibling.newer;
+            }
+            let Some(&deeper) = doomed.get(next) else { break };
+            (up, next) = (deeper, next + 1);
+        }
+        self.tick();
+        for &low in doomed.iter().rev() {
+            self.drop_host(low, out);
+            self.remove_leaf(low);
+        }
+        Ok(Some(pages))
     }
 
     /// Frees up to `want_pages` host pages of nodes that are on the device too: the most recently used go first, since
-    /// they will leave the device last. Under `BackedUpParent` only where no child holds or awaits a host copy; never where one is pinned or in
+    /// they will leave the device last, and only such as were used after tick `used_after` go at all. Under `BackedUpParent` only where no child holds or awaits a host copy; never where one is pinned or in
     /// flight. The pages are appended to `out`. O(nodes freed).
-    pub fn reclaim_mirrors(&mut self, want_pages: u32, out: &mut Vec<PageId>) -> HostEviction {
+    pub fn reclaim_mirrors(
+        &mut self,
+        want_pages: u32,
+        used_after: u64,
+        out: &mut Vec<PageId>,
+    ) -> HostEviction {
         self.tick();
         let mut done = HostEviction::default();
         while done.freed_pages < want_pages && self.orders.mirrors.newest != NIL {
             let at = self.orders.mirrors.newest;
+            if self.arena.nodes[at as usize].tick <= used_after {
+                break;
+            }
             self.cut_tail(at, want_pages - done.freed_pages);
             done.freed_pages += self.arena.nodes[at as usize].pages;
             self.drop_host(at, out);

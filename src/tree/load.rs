@@ -6,6 +6,7 @@
 use crate::base::{NodeId, OpId, PageId, Tier};
 
 use super::backup::Verdict;
+use super::lock::Holder;
 use super::node::{NIL, NO_PAGE, ROOT, Residency};
 use super::op::OpKind;
 use super::{LoadEnd, LoadOutcome, LoadPlan, Tree, TreeError, forget_pages};
@@ -202,7 +203,7 @@ impl Tree {
             // A tick each, so that no two leaves are equally old.
             self.tick();
             let mine = self.still_loading(slot);
-            let verdict = if ok { self.judge_load(&mine) } else { Verdict::Fail };
+            let verdict = if ok { self.judge_load(slot, &mine) } else { Verdict::Fail };
             if let Verdict::Wait(on) = verdict {
                 self.ops.get_mut(slot).waiting = true;
                 self.ops.get_mut(on).waiters.push(slot);
@@ -226,8 +227,8 @@ impl Tree {
                 LoadOutcome::Failed { returned }
             };
             self.end_copies(done.node, Tier::Device, &done.copies, published);
-            self.unpin_path(done.node);
-            self.unlock_path(done.node);
+            self.unpin_path(done.node, Holder::Operation);
+            self.unlock_path(done.node, Holder::Operation);
             queue.extend(done.waiters.iter().map(|&waiter| (waiter, true)));
             out.push(LoadEnd { op: done.id, outcome });
         }
@@ -241,12 +242,16 @@ impl Tree {
         nodes
     }
 
-    fn judge_load(&self, mine: &[u32]) -> Verdict {
-        let Some(&top) = mine.first() else { return Verdict::Publish };
-        let parent = &self.arena.nodes[self.arena.nodes[top as usize].parent as usize];
-        match parent.device {
+    fn judge_load(&self, slot: u32, mine: &[u32]) -> Verdict {
+        // Without nodes it brings component pages for the end of a path that others may still be loading.
+        let rests_on = match mine.first() {
+            Some(&top) => self.arena.nodes[top as usize].parent,
+            None => self.ops.get(slot).node,
+        };
+        let rests_on = &self.arena.nodes[rests_on as usize];
+        match rests_on.device {
             Residency::Present => Verdict::Publish,
-            Residency::Pending => Verdict::Wait(parent.op),
+            Residency::Pending => Verdict::Wait(rests_on.op),
             Residency::Absent => Verdict::Fail,
         }
     }

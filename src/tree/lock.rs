@@ -3,11 +3,24 @@
 //! A lock anchors at a node and covers the path from the root to its end. A node's count is its own locks plus the number
 //! of children that have any, so taking or releasing a lock walks up only to the first node that stays locked, and a
 //! split only has to give the prefix a 1. Host pins follow the same scheme.
+//!
+//! When a request lets go of a path, that is a use of it; when an operation does, it is none, and nodes return to the
+//! place in the order that their last use gave them. A use that ends below a node which stays held is noted there and
+//! carried up when that hold ends, so that an ancestor is never older than its descendants.
 
 use crate::base::NodeId;
 
-use super::node::{ROOT, Residency};
+use super::node::{Node, ROOT, Residency};
 use super::{BackupRule, DeviceLock, HostPin, Tree, TreeError};
+
+/// Who lets go of a lock or pin.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Holder {
+    /// A request: the path was used until now.
+    Request,
+    /// An operation: nobody used the path for its sake.
+    Operation,
+}
 
 impl Tree {
     /// Locks the path from the root to the end of `node`: nothing on it is evicted, on the device or on the host.
@@ -31,7 +44,7 @@ impl Tree {
         }
         self.tick();
         self.release_spans(at, lock.held);
-        self.unlock_path(at);
+        self.unlock_path(at, Holder::Request);
         self.try_merge(at);
         Ok(())
     }
@@ -49,11 +62,23 @@ impl Tree {
         Ok(self.take_pin(at))
     }
 
-    /// Gives a pin back.
+    /// Gives a pin back. Nodes that are only on the host count as used now.
     ///
     /// # Errors
     /// A receipt of another tree, or of before a reset.
     pub fn unpin_host(&mut self, pin: HostPin) -> Result<(), TreeError> {
+        self.give_pin_back(pin, Holder::Request)
+    }
+
+    /// Gives back a pin that was taken to plan something: nothing counts as used.
+    ///
+    /// # Errors
+    /// A receipt of another tree, or of before a reset.
+    pub fn unpin_host_unused(&mut self, pin: HostPin) -> Result<(), TreeError> {
+        self.give_pin_back(pin, Holder::Operation)
+    }
+
+    fn give_pin_back(&mut self, pin: HostPin, by: Holder) -> Result<(), TreeError> {
         let at = self.slot(pin.node)?;
         let node = &self.arena.nodes[at as usize];
         if node.own_pins == 0 || (pin.locked && node.own_locks == 0) {
@@ -61,9 +86,9 @@ impl Tree {
         }
         self.tick();
         self.release_spans(at, pin.held);
-        self.unpin_path(at);
+        self.unpin_path(at, by);
         if pin.locked {
-            self.unlock_path(at);
+            self.unlock_path(at, by);
         }
         self.try_merge(at);
         Ok(())
@@ -109,19 +134,22 @@ impl Tree {
         }
     }
 
-    pub(super) fn unlock_path(&mut self, anchor: u32) {
+    /// Takes one lock off the path to `anchor`. O(nodes that nobody locks any more).
+    pub(super) fn unlock_path(&mut self, anchor: u32, by: Holder) {
         self.arena.nodes[anchor as usize].own_locks -= 1;
+        let mut used = self.end_of_use(by);
         let mut at = anchor;
         loop {
-            if self.arena.nodes[at as usize].locks > 1 {
-                self.arena.nodes[at as usize].locks -= 1;
-                return;
+            used = self.used_until(at, used);
+            let node = &mut self.arena.nodes[at as usize];
+            if node.locks > 1 {
+                node.locks -= 1;
+                return self.tell_use(at, used, by, |_| true);
             }
-            self.arena.nodes[at as usize].locks = 0;
+            node.locks = 0;
             if at == ROOT {
                 return;
             }
-            self.orders.stamp(&mut self.arena, at);
             let node = &self.arena.nodes[at as usize];
             let (parent, pages, on_device) = (node.parent, node.pages, node.device == Residency::Present);
             if on_device {
@@ -130,6 +158,37 @@ impl Tree {
             }
             self.orders.unlocked(&mut self.arena, at);
             at = parent;
+        }
+    }
+
+    fn end_of_use(&self, by: Holder) -> u64 {
+        match by {
+            Holder::Request => self.orders.tick,
+            Holder::Operation => 0,
+        }
+    }
+
+    /// Notes a use of a held node, unless there was a later one. Returns the last use.
+    fn used_until(&mut self, at: u32, tick: u64) -> u64 {
+        let node = &self.arena.nodes[at as usize];
+        if node.tick >= tick {
+            return node.tick;
+        }
+        self.orders.stamp(&mut self.arena, at, tick);
+        self.orders.aged(&mut self.arena, at);
+        tick
+    }
+
+    /// A use has ended below `at`, which stays held. Who holds it carries the news on, later; but the order of
+    /// components has the held nodes in it, so there it is told at once, to those that `counts` for. O(path) with
+    /// components.
+    fn tell_use(&mut self, at: u32, used: u64, by: Holder, counts: fn(&Node) -> bool) {
+        let mut at = at;
+        while self.has_components() && by == Holder::Request && at != ROOT {
+            if counts(&self.arena.nodes[at as usize]) {
+                self.used_until(at, used);
+            }
+            at = self.arena.nodes[at as usize].parent;
         }
     }
 
@@ -151,18 +210,21 @@ impl Tree {
         }
     }
 
-    pub(super) fn unpin_path(&mut self, anchor: u32) {
+    /// Takes one pin off the path to `anchor`. A pin is a use only of what lies on the host alone: the order of the device
+    /// does not depend on pins.
+    pub(super) fn unpin_path(&mut self, anchor: u32, by: Holder) {
+        let host_only: fn(&Node) -> bool = |node| node.device == Residency::Absent;
         self.arena.nodes[anchor as usize].own_pins -= 1;
+        let mut used = self.end_of_use(by);
         let mut at = anchor;
         loop {
+            if host_only(&self.arena.nodes[at as usize]) {
+                used = self.used_until(at, used);
+            }
             let node = &mut self.arena.nodes[at as usize];
             node.pins -= 1;
             if node.pins > 0 {
-                return;
-            }
-            // A host-only node enters its order now, unless a lock still holds it.
-            if node.device == Residency::Absent && node.locks == 0 {
-                self.orders.stamp(&mut self.arena, at);
+                return self.tell_use(at, used, by, host_only);
             }
             self.refresh(at);
             if at == ROOT {

@@ -43,7 +43,7 @@ mod tests;
 mod types;
 mod walk;
 
-pub use component::{Component, ComponentCopy, ComponentPages, InsertComponents, PerComponent};
+pub use component::{Component, ComponentCopy, ComponentPages, ComponentPut, InsertComponents, PerComponent};
 pub use error::{TreeConfigError, TreeError};
 pub use event::TreeEvent;
 pub use policy::{EvictionPolicy, NodeFacts, Policy};
@@ -167,13 +167,20 @@ impl Tree {
     /// Changes the rule.
     ///
     /// # Errors
-    /// To `BackedUpParent` while a node has a host copy below a parent without one: names the node. O(nodes).
+    /// To `BackedUpParent` while a node has a host copy below a parent whose copy is not there, or awaits one below a parent
+    /// that does not: names the node. O(nodes).
     pub fn set_rule(&mut self, rule: BackupRule) -> Result<(), TreeError> {
         if rule == BackupRule::BackedUpParent {
             for at in self.arena.live().filter(|&at| at != ROOT) {
                 let node = &self.arena.nodes[at as usize];
                 let parent = &self.arena.nodes[node.parent as usize];
-                if node.host != Residency::Absent && parent.host == Residency::Absent {
+                // A parent's copy in flight may fail; what is there already can not wait for it.
+                let fits = match node.host {
+                    Residency::Absent => true,
+                    Residency::Pending => parent.host != Residency::Absent,
+                    Residency::Present => parent.host == Residency::Present,
+                };
+                if !fits {
                     return Err(TreeError::RuleNotMet(self.arena.id(at)));
                 }
             }
@@ -283,6 +290,14 @@ impl Tree {
         let n = &self.arena.nodes[self.slot(node)? as usize];
         let there = n.host == Residency::Present && n.pages > 0;
         Ok(if there { &self.arena.runs[n.run as usize].host[n.range()] } else { &[] })
+    }
+
+    /// Tick of the last use of a node: greater is later, and nothing else follows from it.
+    ///
+    /// # Errors
+    /// Unknown node.
+    pub fn last_used(&self, node: NodeId) -> Result<u64, TreeError> {
+        Ok(self.arena.nodes[self.slot(node)? as usize].tick)
     }
 
     /// True for the root and for nodes with a published host copy.

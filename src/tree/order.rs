@@ -4,6 +4,8 @@
 //! and neither lock nor pin. Locked nodes are not in any list, so a walk never has to skip them. Under a heap policy only
 //! leaves of the tier are in; under the adaptive one they stand in its cells.
 
+use std::cmp::Reverse;
+
 use crate::base::Tier;
 use crate::base::heap::IndexHeap;
 
@@ -34,11 +36,13 @@ pub(super) struct Orders {
     pub(super) host_heap: IndexHeap,
     /// The order that learns, in place of the heaps.
     pub(super) adaptive: Option<Box<Adaptive>>,
-    /// Nodes whose host copy could be given up: those that became so when they were freshly used at the newest end,
-    /// those that were the least recently used at the oldest.
+    /// Nodes whose host copy could be given up, by age.
     pub(super) mirrors: Ends,
     /// By component and tier: nodes that have any of it.
     pub(super) components: [[IndexHeap; 2]; COMPONENTS],
+    /// Where a node last went to its place by age, on the device, on the host, and among the mirrors: operations end
+    /// about in the order in which they began, so the next place is near. May name anything.
+    pub(super) fingers: [u32; 3],
     /// The tree has components; without them no call looks at `components`.
     pub(super) has_components: bool,
     /// Advances once per call, and by the pages of requests where the order learns; the only clock.
@@ -99,6 +103,54 @@ fn link_above(nodes: &mut [Node], ends: &mut Ends, at: u32, below: u32, links: F
     }
 }
 
+/// Links a node behind everything older. O(1) for one that was just used; else a search from both ends of the list and
+/// from the place of the last such call at once, which costs the shortest of the three ways.
+/// `is_in` says which nodes are in the list.
+fn link_by_age(
+    nodes: &mut [Node],
+    ends: &mut Ends,
+    finger: &mut u32,
+    at: u32,
+    links: Field,
+    is_in: impl Fn(&Node) -> bool,
+) {
+    // Of nodes with one tick, which lie on one path, the deepest is the oldest.
+    let age = |node: &Node| (node.tick, Reverse(node.depth));
+    let mine = age(&nodes[at as usize]);
+    let older = |nodes: &[Node], other: u32| age(&nodes[other as usize]) < mine;
+    if ends.newest == NIL || older(nodes, ends.newest) {
+        link_newest(nodes, ends, at, links);
+        return;
+    }
+    let (mut low, mut high, mut near) = (ends.oldest, ends.newest, *finger);
+    if near == at || nodes.get(near as usize).is_none_or(|node| !is_in(node)) {
+        near = high;
+    }
+    let border = loop {
+        let at_low = *links(&mut nodes[low as usize]);
+        if !older(nodes, low) {
+            break at_low.older;
+        }
+        low = at_low.newer;
+        let next = links(&mut nodes[high as usize]).older;
+        if next == NIL || older(nodes, next) {
+            break next;
+        }
+        high = next;
+        let (at_near, below) = (*links(&mut nodes[near as usize]), older(nodes, near));
+        let next = if below { at_near.newer } else { at_near.older };
+        if next == NIL || older(nodes, next) != below {
+            break if below { near } else { next };
+        }
+        near = next;
+    };
+    *finger = at;
+    match border {
+        NIL => link_oldest(nodes, ends, at, links),
+        _ => link_above(nodes, ends, at, border, links),
+    }
+}
+
 pub(super) fn facts(node: &Node) -> NodeFacts {
     NodeFacts {
         hits: node.hits,
@@ -137,6 +189,7 @@ impl Orders {
             host_heap: IndexHeap::default(),
             mirrors: Ends::EMPTY,
             components: Default::default(),
+            fingers: [NIL; 3],
             has_components,
             tick: 0,
         }
@@ -165,8 +218,8 @@ impl Orders {
             && (rule == BackupRule::Free || node.kids_host == 0)
     }
 
-    /// Brings list membership in line with the state of a node. A node that enters an order enters at its newest
-    /// end, so a path must be refreshed deepest node first. O(1), or O(log leaves) under a heap policy.
+    /// Brings list membership in line with the state of a node. A node that enters an order enters where its tick
+    /// belongs. O(1), or O(log leaves) under a heap policy.
     pub(super) fn refresh(&mut self, arena: &mut Arena, rule: BackupRule, at: u32) {
         let node = &mut arena.nodes[at as usize];
         let want = self.place(at, node);
@@ -174,14 +227,7 @@ impl Orders {
         if mirror != node.mirrored {
             node.mirrored = mirror;
             if mirror {
-                let tick = node.tick;
-                // What was written ahead of its eviction is old: its copy must be the last to go.
-                match self.mirrors.newest {
-                    newest if newest != NIL && tick < arena.nodes[newest as usize].tick => {
-                        link_oldest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
-                    }
-                    _ => link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links),
-                }
+                self.link_mirror(arena, at);
             } else {
                 unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
             }
@@ -203,16 +249,34 @@ impl Orders {
             return;
         }
         if self.policy.is_list() {
-            node.tick = self.tick;
-            self.freshen_mirror(arena, at);
-            let ends = if want == Listed::Device { &mut self.device } else { &mut self.host };
-            link_newest(&mut arena.nodes, ends, at, order_links);
+            let (ends, finger) = match want {
+                Listed::Device => (&mut self.device, &mut self.fingers[0]),
+                _ => (&mut self.host, &mut self.fingers[1]),
+            };
+            link_by_age(&mut arena.nodes, ends, finger, at, order_links, |node| node.listed == want);
         } else {
             self.rekey(arena, at);
         }
     }
 
-    /// A node lost its last lock: it may enter an order, at the newest end. Mirrors do not depend on locks.
+    fn link_mirror(&mut self, arena: &mut Arena, at: u32) {
+        let (ends, finger) = (&mut self.mirrors, &mut self.fingers[2]);
+        link_by_age(&mut arena.nodes, ends, finger, at, mirror_links, |node| node.mirrored);
+    }
+
+    /// The tick of a held node was changed; it stands in no order, but perhaps among the mirrors and the components.
+    #[inline]
+    pub(super) fn aged(&mut self, arena: &mut Arena, at: u32) {
+        if arena.nodes[at as usize].mirrored && self.mirrors.newest != at {
+            unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+            self.link_mirror(arena, at);
+        }
+        if self.has_components {
+            self.rekey_components(arena, at);
+        }
+    }
+
+    /// A node lost its last lock: it may enter an order, where its tick belongs. Mirrors do not depend on locks.
     #[inline]
     pub(super) fn unlocked(&mut self, arena: &mut Arena, at: u32) {
         let want = self.place(at, &arena.nodes[at as usize]);
@@ -297,6 +361,7 @@ impl Orders {
                 adaptive.ended(at, tick, now);
             }
             adaptive.request(now, pages, lru_pages);
+            path.iter().rev().for_each(|&at| self.aged(arena, at));
             self.tick += u64::from(pages);
         }
     }
@@ -321,13 +386,13 @@ impl Orders {
         }
     }
 
-    /// Makes now the time of a node's last use. Its place in an order is the caller's business.
+    /// Makes `tick` the time of a node's last use. Its place in the orders is the caller's business.
     #[inline]
-    pub(super) fn stamp(&mut self, arena: &mut Arena, at: u32) {
+    pub(super) fn stamp(&mut self, arena: &mut Arena, at: u32, tick: u64) {
         let node = &mut arena.nodes[at as usize];
-        let tick = std::mem::replace(&mut node.tick, self.tick);
-        if let Some(adaptive) = &mut self.adaptive {
-            adaptive.renew(tick, self.tick, node.pages);
+        let old = std::mem::replace(&mut node.tick, tick);
+        if let Some(adaptive) = self.adaptive.as_mut().filter(|_| at != ROOT) {
+            adaptive.renew((old, tick), node.pages);
         }
     }
 
@@ -362,7 +427,7 @@ impl Orders {
     /// Marks a node as just used.
     #[inline]
     pub(super) fn touch(&mut self, arena: &mut Arena, at: u32) {
-        self.stamp(arena, at);
+        self.stamp(arena, at, self.tick);
         self.freshen_mirror(arena, at);
         if self.has_components {
             self.rekey_components(arena, at);

@@ -17,7 +17,7 @@ pub struct NodeFacts {
     pub hits: u32,
     /// Highest priority inserted through the node.
     pub priority: i32,
-    /// Tick of the last touch, lock release or change of tier.
+    /// Tick of the last touch, end of a request's hold, or demotion.
     pub used: u64,
     /// Tick of creation; a split hands it on.
     pub created: u64,

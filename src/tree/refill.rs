@@ -3,6 +3,7 @@
 //! The anchor was chosen when the fetch was issued; what counts is its state now. That is read before anything is changed:
 //! stamping a host copy below a node without one is the fault this file exists to prevent (sgl#31902).
 
+use crate::base::plant::{Plant, is_planted};
 use crate::base::{NodeId, PageId};
 use crate::key::{Key, PageHash, hash_pages};
 
@@ -38,7 +39,7 @@ impl Tree {
             return Ok(self.drop_refill(anchor, DropReason::AnchorGone, host_pages, out));
         };
         let own_hashes = self.check_refill(start, rest, hashes)?;
-        if self.rule == BackupRule::BackedUpParent {
+        if self.rule == BackupRule::BackedUpParent && !is_planted(Plant::NoAnchorCheck) {
             match self.arena.nodes[start as usize].host {
                 Residency::Present => {}
                 Residency::Absent => {

@@ -244,7 +244,7 @@ impl Tree {
                 sound.iter().copied().filter(|&at| self.node(at).listed == tier).collect();
             if self.orders.policy.is_list() {
                 self.check_list(ends, members.len(), |n| (n.order.older, n.order.newer), report);
-                self.check_ages(ends, tier, report);
+                self.check_families(ends, tier, report);
                 continue;
             }
             if let Some(adaptive) = &self.orders.adaptive {
@@ -278,31 +278,29 @@ impl Tree {
         }
     }
 
+    /// Links agree, all members are in, and ticks never fall towards the newest end.
     fn check_list(&self, ends: Ends, want: usize, links: fn(&Node) -> (u32, u32), report: &mut Report) {
-        let (mut at, mut older, mut count) = (ends.oldest, NIL, 0);
+        let (mut at, mut older, mut count, mut tick) = (ends.oldest, NIL, 0, 0);
         while at != NIL && count <= want {
-            let n = links(self.node(at));
-            report.must(n.0 == older, "list-links", format_args!("node {at} links back to {}", n.0));
+            let n = self.node(at);
+            let (back, newer) = links(n);
+            report.must(back == older, "list-links", format_args!("node {at} links back to {back}"));
+            report.must(n.tick >= tick, "list-ages", format_args!("node {at}: tick {} after {tick}", n.tick));
             count += 1;
-            (older, at) = (at, n.1);
+            (older, at, tick) = (at, newer, n.tick);
         }
         let ok = count == want && ends.newest == older;
         report.must(ok, "list-links", format_args!("a list of {want} has {count}, ends at {older}"));
     }
 
-    /// Ticks never fall towards the newest end, and a node comes after its children.
-    fn check_ages(&self, ends: Ends, tier: Listed, report: &mut Report) {
-        let (mut at, mut tick, mut seen) = (ends.oldest, 0, Set::default());
+    /// In an order of eviction a node comes after its children.
+    fn check_families(&self, ends: Ends, tier: Listed, report: &mut Report) {
+        let (mut at, mut seen) = (ends.oldest, Set::default());
         while at != NIL && seen.insert(at) {
             let n = self.node(at);
             let above = n.parent != ROOT && seen.contains(&n.parent);
-            let ok = n.tick >= tick && !above;
-            report.must(
-                ok,
-                "list-ages",
-                format_args!("{tier:?} order at node {at}: tick {} after {tick}", n.tick),
-            );
-            (tick, at) = (n.tick, n.order.newer);
+            report.must(!above, "list-ages", format_args!("{tier:?} order: node {at} after its parent"));
+            at = n.order.newer;
         }
     }
 

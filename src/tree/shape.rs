@@ -128,14 +128,20 @@ impl Tree {
         let child = up.first_child;
         let low = &self.arena.nodes[child as usize];
         let held = |n: &Node| n.locks | n.pins != 0 || n.op != NIL || n.store_op != NIL;
-        // Neighbours in the list are equally old, whatever their ticks say; a heap goes by the ticks.
-        let listed = self.orders.policy.is_list() && !self.has_components() && low.listed != Listed::Nowhere;
+        // Neighbours in the list are equally old, whatever their ticks say, unless an operation gives one back that
+        // belongs between them; a heap goes by the ticks.
+        let in_list = self.orders.policy.is_list() && !self.has_components() && low.listed != Listed::Nowhere;
+        let listed = in_list && self.stats.ops == 0;
         let close = self.orders.adaptive.as_ref().is_some_and(|a| a.alike(up.tick, low.tick));
         let same_age = up.tick == low.tick || close || listed && low.order.newer == at;
         let alike = (up.device, up.host, up.hits, up.priority, up.reach, up.created)
             == (low.device, low.host, low.hits, low.priority, low.reach, low.created);
         let ticks = (up.tick, low.tick);
-        if !alike || !same_age || held(up) || held(low) || !self.join_runs(at, child) {
+        if !alike || !same_age || held(up) || held(low) {
+            return;
+        }
+        // Whoever waits to write one of them to a store knows it by its id, and the other has nobody waiting.
+        if self.is_stored_at(at) != self.is_stored_at(child) || !self.join_runs(at, child) {
             return;
         }
         // The child takes the node's place in the shape. Its place in the orders is next to the node's.

@@ -3,12 +3,13 @@
 //! A hash is computed once per page, when its node is made or when hashing is turned on, and is kept as 32 bytes in the
 //! run, so a split never rehashes. A stored mark is one bit per page of the run.
 
-use crate::base::{NamespaceId, NodeId, OpId};
+use crate::base::{NamespaceId, NodeId, OpId, Tier};
 use crate::key::{Key, PageHash, hash_pages};
 
+use super::lock::Holder;
 use super::node::{NIL, ROOT, Residency};
 use super::op::OpKind;
-use super::{BackupRule, StorePlan, Tree, TreeError};
+use super::{BackupRule, ComponentPut, StorePlan, Tree, TreeError};
 
 impl Tree {
     /// True if the tree keeps page hashes.
@@ -149,9 +150,9 @@ impl Tree {
             at = self.arena.nodes[at as usize].parent;
         }
         self.release_spans(done.node, done.held);
-        self.unpin_path(done.node);
+        self.unpin_path(done.node, Holder::Operation);
         if done.locked {
-            self.unlock_path(done.node);
+            self.unlock_path(done.node, Holder::Operation);
         }
         Ok(marked)
     }
@@ -161,8 +162,32 @@ impl Tree {
     /// # Errors
     /// Unknown node.
     pub fn is_stored(&self, node: NodeId) -> Result<bool, TreeError> {
-        let n = &self.arena.nodes[self.slot(node)? as usize];
-        Ok(n.pages == 0 || n.range().all(|page| self.arena.runs[n.run as usize].is_stored(page)))
+        Ok(self.is_stored_at(self.slot(node)?))
+    }
+
+    pub(super) fn is_stored_at(&self, at: u32) -> bool {
+        let n = &self.arena.nodes[at as usize];
+        n.pages == 0 || n.range().all(|page| self.arena.runs[n.run as usize].is_stored(page))
+    }
+
+    /// Component pages on the host that a request at the end of `node` needs, with the names of their places, shallowest
+    /// first: what goes to the store with the node. A write in flight keeps them where they are. Appended to `out`.
+    ///
+    /// # Errors
+    /// Unknown node, or hashes are off.
+    pub fn component_store_plan(&self, node: NodeId, out: &mut Vec<ComponentPut>) -> Result<(), TreeError> {
+        let end = self.slot(node)?;
+        if !self.hashing {
+            return Err(TreeError::NoHashes(node));
+        }
+        for (component, at, page, position) in self.needed_places(end) {
+            let run = &self.arena.runs[self.arena.nodes[at as usize].run as usize];
+            let host_page = run.component_page(component, Tier::Host, page);
+            if let (Some(host_page), Some(&hash)) = (host_page, run.hashes.get(page)) {
+                out.push(ComponentPut { component, position, host_page, hash });
+            }
+        }
+        Ok(())
     }
 
     /// Forgets every stored mark: the store was detached or emptied. O(runs).

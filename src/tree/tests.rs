@@ -343,7 +343,7 @@ fn a_split_keeps_the_deep_id_and_every_hold() {
     assert_eq!((rig.tree.node_pages(found.node), rig.tree.node_pages(node)), (Ok(2), Ok(4)));
     rig.check();
     assert_eq!(rig.evict(6).freed_device.len(), 0);
-    assert_eq!(rig.tree.reclaim_mirrors(6, &mut Vec::new()), HostEviction::default());
+    assert_eq!(rig.tree.reclaim_mirrors(6, 0, &mut Vec::new()), HostEviction::default());
     rig.tree.unlock(lock).unwrap();
     rig.check();
     assert_eq!(rig.evict(6).demoted_pages, 6);
@@ -373,6 +373,93 @@ fn eviction_is_exact_and_leaf_first_in_order_of_use() {
     assert_eq!(rig.tree.peek(key(&row("abcd"))).device_pages, 1);
     assert_eq!(rig.evict(9).deleted_pages, 1);
     rig.check();
+}
+
+/// The rows of what is on the device, in the order in which it goes.
+fn order_of_device(tree: &Tree, rows: &[Vec<u32>]) -> Vec<usize> {
+    let mut tree = tree.clone();
+    let mut gone = Vec::new();
+    loop {
+        let mut out = DeviceEviction::default();
+        tree.evict_device(1, Unbacked::Delete, &mut out);
+        if out.freed_device.is_empty() {
+            return gone;
+        }
+        let lost = |i: &usize| !gone.contains(i) && tree.peek(key(&rows[*i])).device_pages == 0;
+        let lost: Vec<usize> = (0..rows.len()).filter(lost).collect();
+        gone.extend(lost);
+    }
+}
+
+#[test]
+fn what_an_operation_held_is_as_old_as_before() {
+    for rule in [BackupRule::BackedUpParent, BackupRule::Free] {
+        let hashed = TreeConfig { rule, hashing: true, ..config(2) };
+        let mut rig = Rig::new(hashed, 16, 16);
+        let rows: Vec<Vec<u32>> = ["a", "b", "c", "d", "e", "f"].iter().map(|r| row(r)).collect();
+        let nodes: Vec<NodeId> = rows.iter().map(|r| rig.insert(key(r)).unwrap().node).collect();
+        let ops: Vec<OpId> = nodes.iter().map(|&n| rig.begin_backup(n).unwrap()).collect();
+        assert_eq!(order_of_device(&rig.tree, &rows), [0usize; 0]);
+        // From the middle, from both ends, well or not.
+        for (i, ok) in [(3, true), (1, true), (5, false), (0, true), (4, true), (2, false)] {
+            rig.end_backup(ops[i], ok);
+            rig.check();
+        }
+        assert_eq!(order_of_device(&rig.tree, &rows), [0, 1, 2, 3, 4, 5]);
+        // A use under the operation counts, and is not lost when the request lets go first.
+        let op = rig.begin_backup(nodes[2]).unwrap();
+        rig.insert(key(&rows[2])).unwrap();
+        rig.insert(key(&rows[0])).unwrap();
+        rig.end_backup(op, true);
+        assert_eq!(order_of_device(&rig.tree, &rows), [1, 3, 4, 5, 2, 0]);
+        // A store write holds host copies, and under the free rule the path as well.
+        let op = rig.op();
+        let plan = rig.tree.begin_store(op, nodes[3]).unwrap();
+        rig.insert(key(&rows[1])).unwrap();
+        rig.tree.end_store(op, &[true]).unwrap();
+        assert_eq!((plan.node, order_of_device(&rig.tree, &rows)), (nodes[3], vec![3, 4, 5, 2, 0, 1]));
+        rig.check();
+    }
+}
+
+#[test]
+fn a_use_below_a_held_ancestor_is_carried_up() {
+    let mut rig = Rig::new(config(2), 16, 16);
+    let rows = [row("ab"), row("ac"), row("d")];
+    for r in &rows {
+        rig.insert(key(r)).unwrap();
+    }
+    let trunk = rig.tree.parent(rig.tree.peek(key(&rows[0])).node).unwrap().unwrap();
+    let op = rig.begin_backup(trunk).unwrap();
+    // The branch is used while an operation holds the trunk; the trunk must not come back older than the branch.
+    rig.insert(key(&rows[0])).unwrap();
+    rig.end_backup(op, true);
+    rig.check();
+    assert_eq!(rig.evict(1).deleted_pages, 1);
+    assert_eq!(rig.evict(1).deleted_pages, 1);
+    assert_eq!(rig.tree.peek(key(&rows[0])).device_pages, 2, "c and d are older than ab");
+}
+
+#[test]
+fn host_copies_that_an_operation_pinned_are_as_old_as_before() {
+    let hashed = TreeConfig { hashing: true, ..config(2) };
+    let mut rig = Rig::new(hashed, 16, 16);
+    let rows: Vec<Vec<u32>> = ["a", "b", "c"].iter().map(|r| row(r)).collect();
+    let nodes: Vec<NodeId> = rows.iter().map(|r| rig.insert(key(r)).unwrap().node).collect();
+    nodes.iter().for_each(|&n| rig.backup(n));
+    let op = rig.op();
+    rig.tree.begin_store(op, nodes[0]).unwrap();
+    rig.evict(3);
+    let pin = rig.tree.pin_host(nodes[1]).unwrap();
+    rig.tree.unpin_host_unused(pin).unwrap();
+    rig.tree.end_store(op, &[true]).unwrap();
+    rig.check();
+    for (i, r) in rows.iter().enumerate() {
+        let mut pages = Vec::new();
+        rig.tree.evict_host(1, &mut pages);
+        rig.free_host(&pages);
+        assert_eq!(rig.tree.peek(key(r)).host_pages, 0, "{i} goes in its turn");
+    }
 }
 
 #[test]
@@ -643,7 +730,7 @@ fn random_run(seed: u64, config: TreeConfig, steps: u32) {
                 if random(2) == 0 {
                     rig.tree.evict_host(random(6) as u32, &mut freed);
                 } else {
-                    rig.tree.reclaim_mirrors(random(4) as u32, &mut freed);
+                    rig.tree.reclaim_mirrors(random(4) as u32, 0, &mut freed);
                 }
                 rig.free_host(&freed);
             }

@@ -182,6 +182,8 @@ pub struct BackupPlan {
     pub device_pages: Vec<PageId>,
     /// Component pages to read.
     pub copies: Vec<ComponentCopy>,
+    /// Of a plan without nodes: the node at whose end the component pages are needed.
+    pub target: Option<NodeId>,
 }
 
 /// Nodes to copy to the device. Reuse one.

@@ -2,7 +2,7 @@
 
 use smallvec::SmallVec;
 
-use crate::base::{NamespaceId, PageId};
+use crate::base::{NamespaceId, NodeId, PageId};
 use crate::key::Key;
 
 use super::node::{NIL, ROOT, Residency};
@@ -328,6 +328,21 @@ impl Tree {
         }
         path.retain(|&at| self.arena.nodes[at as usize].end() <= any);
         device
+    }
+
+    /// The node that ends where the whole pages of `key` end, whatever it holds on which tier and whatever its components
+    /// say; a node that goes on is split there. The root for a key shorter than a page. Touches nothing. `None`: the tree
+    /// does not know the key. O(tokens + nodes).
+    pub fn node_at(&mut self, key: Key<'_>) -> Option<NodeId> {
+        self.check_key(key).ok()?;
+        let whole = key.pages(self.page_size);
+        let walk = self.walk(ROOT, key, |_, _| {});
+        if walk.pages != whole {
+            return None;
+        }
+        let mut path = [walk.last];
+        self.split_spare(walk, &mut path);
+        Some(self.arena.id(path[0]))
     }
 
     /// Walks, splits the last node if it matches in part, and returns the path (the scratch list of the tree).

@@ -1,8 +1,11 @@
-//! Faults of other caches, replayed against the tree: one story a file, each opening with what happened there.
+//! Faults of other caches, replayed against the tree: one story a file, each opening with what happened there. Those that
+//! concern the tiers are in `tests/tiers`; `docs/TESTING.md` has the list of all.
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
 mod accounting;
 mod bigram_refill;
+#[cfg(feature = "host")]
+mod decode_only;
 mod eviction_cost;
 mod host_full;
 mod lock_covers_match;

@@ -25,7 +25,7 @@ fn no_host_page_of_a_load_goes_before_its_copy_is_done() {
         rig.tree.unpin_host(pin.unwrap()).unwrap();
         // The look-up is over, the copy is not.
         assert_eq!((rig.evict_host(4), rig.evict(4, Unbacked::Delete).freed_device.len()), (0, 0));
-        assert_eq!(rig.tree.reclaim_mirrors(4, &mut Vec::new()).freed_pages, 0);
+        assert_eq!(rig.tree.reclaim_mirrors(4, 0, &mut Vec::new()).freed_pages, 0);
         let mut out = Vec::new();
         rig.tree.end_load(op, true, &mut out).unwrap();
         assert!(matches!(&out[0].outcome, LoadOutcome::Published { .. }));

@@ -16,7 +16,7 @@ fn both_halves_stay_pinned_until_the_write_ends() {
         assert_eq!(plan.host_pages.len(), 4);
         let top = rig.tree.match_prefix(key(&row("AB")), &mut Vec::new()).node;
         assert_ne!(top, node);
-        assert_eq!(rig.tree.reclaim_mirrors(4, &mut Vec::new()).freed_pages, 0);
+        assert_eq!(rig.tree.reclaim_mirrors(4, 0, &mut Vec::new()).freed_pages, 0);
         rig.evict(4, Unbacked::Delete);
         assert_eq!(rig.evict_host(4), 0);
         rig.check();

@@ -4,7 +4,13 @@
 mod bad_input;
 mod crash;
 mod doctor;
+#[cfg(any(feature = "redis", feature = "object", feature = "mooncake"))]
+mod kit;
+mod pd_demo;
+#[cfg(any(feature = "redis", feature = "object", feature = "mooncake"))]
+mod remote;
 mod replay;
+mod store;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -19,6 +25,8 @@ fn chats() -> PathBuf {
 fn command(line: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sapwood"));
     command.arg("replay").args(line.split_whitespace());
+    // What the servers of the tests let in.
+    command.env("AWS_ACCESS_KEY_ID", "test").env("AWS_SECRET_ACCESS_KEY", "test");
     command
 }
 

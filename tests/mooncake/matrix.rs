@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use sapwood::backend::device::SoftDevice;
 use sapwood::backend::store::fault::Faulty;
+use sapwood::backend::store::group::Grouped;
 use sapwood::backend::store::mem::MemStore;
 use sapwood::backend::store::mooncake::{MooncakeConfig, MooncakeStore};
 use sapwood::backend::store::{Call, Store};
@@ -114,6 +115,19 @@ fn r3_a_draft_on_the_real_client() {
     assert_eq!(mapped_by(service.client_pid()), 3, "headers, target, draft");
     drop(engine);
     assert_eq!((left(), mapped_by(service.client_pid())), (NOTHING, 0));
+}
+
+/// The same with small pages in groups: pages of target and draft keep their names, and nothing is left behind.
+#[test]
+fn r3_a_draft_on_the_real_client_in_groups() {
+    let _alone = alone();
+    let Some(service) = Service::start("64 MB") else { return };
+    let grouped = || Arc::new(Grouped::with_object_bytes(mooncake(&service), 8 << 10)) as Arc<dyn Store>;
+    survives_a_restart(true, ALONE, grouped);
+    assert_eq!((left(), mapped_by(service.client_pid())), (NOTHING, 0));
+    // Written in groups, read by an engine that does not group: misses, and no wrong byte.
+    let mut plain = Engine::new(&geometry(true), ALONE, Some(mooncake(&service)));
+    assert_eq!(plain.run(&prompt(1, PAGES)).pages, 0);
 }
 
 /// Votes of ranks in threads of one process.

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use sapwood::backend::region::Sharing;
+use sapwood::backend::store::group::Grouped;
 use sapwood::backend::store::mooncake::{MooncakeConfig, MooncakeError, MooncakeStore};
 use sapwood::backend::store::{Call, Health, Outcome, RegisterError, Store, TransportCause};
 
@@ -102,6 +103,29 @@ fn work(store: &MooncakeStore, a: &Arena, first: u64, stop: &AtomicBool) -> u64 
         }
     }
     refused
+}
+
+/// Small pages travel as objects of the size at which the real client reaches its bandwidth.
+#[test]
+fn pages_of_16_kib_become_objects_of_256() {
+    const LEN: usize = 16 << 10;
+    let _alone = alone();
+    let Some(service) = Service::start("64 MB") else { return };
+    let store = Grouped::new(open(&service));
+    let a = Arena::new(&store, 2 * MIB);
+    let items: Vec<_> = (0..64).map(|n| a.item(n, n as usize * LEN, LEN)).collect();
+    (0..64).for_each(|n| a.fill(n, n as usize * LEN, LEN));
+    assert_eq!(store.put(&items, &call()), [Outcome::Ok(LEN); 64]);
+    let objects = store.inner().stats();
+    let links = 64 * (80 + 40 * 16);
+    assert_eq!(objects.put_ok_total, 64 + 4, "a link a page, and groups of 16");
+    assert_eq!(objects.put_bytes_total, 4 * (256 << 10) + links);
+    let after = Grouped::new(open(&service));
+    let b = Arena::new(&after, 2 * MIB);
+    let items: Vec<_> = (0..64).map(|n| b.item(n, (63 - n as usize) * LEN, LEN)).collect();
+    assert_eq!(after.get(&items, &call()), [Outcome::Ok(LEN); 64]);
+    assert!((0..64).all(|n| b.holds(n, (63 - n as usize) * LEN, LEN)));
+    assert_eq!(after.inner().stats().get_ok_total, 4 + 4, "a link a group, and the groups");
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //! Prefill to decode: frames, plans, scenarios, simulation.
 
 mod net;
+mod open_rows;
 mod oracle;
 mod plan;
 mod scenarios;

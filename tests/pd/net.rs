@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use sapwood::base::Time;
 use sapwood::pd::grant::{Destination, Granted, How};
 use sapwood::pd::layout::{Component, Entry, EntryId, Group, HeadOrder, Layout, Role, Shape, TokenSplit};
-use sapwood::pd::receiver::{self, Fence, Receiver, ReceiverConfig, RecvSpec};
+use sapwood::pd::receiver::{self, Fence, Receiver, ReceiverConfig, RecvSpec, ScatterId};
 use sapwood::pd::sender::{self, Outcome, SendSpec, Sender, SenderConfig, Tail};
 use sapwood::pd::topo::{Rank, Topology, contacts};
 use sapwood::pd::wire::{Body, Frame, Prompt};
@@ -36,6 +36,9 @@ pub(crate) struct Net {
     /// Frames for which this is true are lost.
     pub(crate) lose: fn(PeerId, PeerId, &Frame) -> bool,
     pub(crate) posts: Vec<Post>,
+    pub(crate) gathers: u32,
+    /// Blocks being scattered, or scattered if `auto`: rank, which, bytes.
+    pub(crate) scatters: Vec<(usize, ScatterId, u64)>,
     /// Writes succeed at once.
     pub(crate) auto: bool,
     pub(crate) fence: Option<Fence>,
@@ -91,6 +94,8 @@ impl Net {
             wire: VecDeque::new(),
             lose: |_, _, _| false,
             posts: Vec::new(),
+            gathers: 0,
+            scatters: Vec::new(),
             auto: true,
             fence: Some(Fence::Unproven),
             fences: 0,
@@ -239,6 +244,12 @@ impl Net {
                     self.transmit(PeerId(i as u32), to, bytes);
                 }
                 while let Some(a) = self.p[i].as_mut().and_then(Sender::poll_action) {
+                    if let sender::Action::Gather { job, .. } = &a {
+                        let now = self.now;
+                        self.gathers += 1;
+                        self.ps(i).handle_gathered(now, *job, true);
+                        work = true;
+                    }
                     if let sender::Action::Write { xfer, copies, .. } = a {
                         let bytes = copies.iter().map(|c| c.len).sum();
                         let dst_pages = copies.iter().map(|c| c.dst_off).collect();
@@ -256,9 +267,6 @@ impl Net {
                 }
             }
             for i in 0..self.d.len() {
-                while let Some((to, bytes)) = self.d[i].as_mut().and_then(Receiver::poll_transmit) {
-                    self.transmit(Net::d_peer(i), to, bytes);
-                }
                 while let Some(a) = self.d[i].as_mut().and_then(Receiver::poll_action) {
                     work = true;
                     let now = self.now;
@@ -269,9 +277,19 @@ impl Net {
                                 self.ds(i).handle_fence(now, peer, inc, how);
                             }
                         }
+                        receiver::Action::Scatter { id, copies } => {
+                            let bytes = copies.iter().map(|c| c.len).sum();
+                            self.scatters.push((i, id, bytes));
+                            if self.auto {
+                                self.ds(i).handle_scattered(now, id);
+                            }
+                        }
                         receiver::Action::Revoke { tag } => self.ds(i).handle_revoked(tag.serial()),
                         _ => {}
                     }
+                }
+                while let Some((to, bytes)) = self.d[i].as_mut().and_then(Receiver::poll_transmit) {
+                    self.transmit(Net::d_peer(i), to, bytes);
                 }
                 while let Some(e) = self.d[i].as_mut().and_then(Receiver::poll_event) {
                     match e {

@@ -392,13 +392,46 @@ fn materialise(
             prefix: case.prefix,
             dst: &dst.full,
         };
+        let from = out.len();
         bytes += plan.full(&chunk, out).map_err(err)?;
+        packed_order(case, plan, at as u32, n as u32, &dst.full, &out[from..])?;
         at += n;
     }
     bytes += plan.units(Component::Window, &src.window, &dst.window, out).map_err(err)?;
     bytes += plan.units(Component::State, &[src.state], &[dst.state], out).map_err(err)?;
     bytes += plan.ring(src.ring, dst.ring, case.prompt_tokens, case.live, out).map_err(err)?;
     Ok(bytes)
+}
+
+/// A chunk as one block: the decode side, which does not know the source pages, scatters it in the order in which the
+/// prefill side gathers it.
+fn packed_order(
+    case: &Case,
+    plan: &PeerPlan,
+    first: u32,
+    n: u32,
+    dst: &[u32],
+    copies: &[Copy],
+) -> Result<(), String> {
+    if first < case.prefix {
+        return Ok(());
+    }
+    let Some(scatter) = plan.scatter(first, n, case.prompt_tokens, case.prefix, dst) else {
+        return if plan.packs() { Err("a chunk that cannot be scattered".into()) } else { Ok(()) };
+    };
+    let runs = |list: &[Copy]| {
+        let mut runs: Vec<(u32, u64, u64)> = Vec::new();
+        for c in list {
+            match runs.last_mut() {
+                Some((region, off, len)) if *region == c.dst_region && *off + *len == c.dst_off => {
+                    *len += c.len
+                }
+                _ => runs.push((c.dst_region, c.dst_off, c.len)),
+            }
+        }
+        runs
+    };
+    if runs(&scatter) == runs(copies) { Ok(()) } else { Err(format!("{scatter:?} for {copies:?}")) }
 }
 
 fn closed_form(case: &Case, plan: &PeerPlan, bytes: u64, window: u32) -> Result<(), String> {

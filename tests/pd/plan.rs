@@ -12,19 +12,31 @@ use crate::{Rng, seed};
 fn random_instances_match_the_labelled_element_oracle() {
     let seed = seed(0x5A9);
     let cases: u64 = std::env::var("SAPWOOD_PLAN_CASES").ok().and_then(|s| s.parse().ok()).unwrap_or(20_000);
-    let mut elements = 0;
-    let (mut mismatched_tp, mut mismatched_pp, mut drafts) = (0u64, 0u64, 0u64);
-    for i in 0..cases {
-        let mut rng = Rng(seed.wrapping_add(i.wrapping_mul(0x1_0001)));
-        let case = random_case(&mut rng);
-        mismatched_tp += u64::from(case.p.topo.tp != case.d.topo.tp);
-        mismatched_pp += u64::from(case.p.topo.stage_layers != case.d.topo.stage_layers);
-        drafts += u64::from(case.p.buffers.len() != case.d.buffers.len());
-        match check(&case, &mut rng) {
-            Ok(n) => elements += n,
-            Err(e) => panic!("case {i} of seed {seed}: {e}\n{case:#?}"),
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get() as u64);
+    let share = |t: u64| {
+        let mut sums = [0u64; 4];
+        for i in (t..cases).step_by(threads as usize) {
+            let mut rng = Rng(seed.wrapping_add(i.wrapping_mul(0x1_0001)));
+            let case = random_case(&mut rng);
+            sums[1] += u64::from(case.p.topo.tp != case.d.topo.tp);
+            sums[2] += u64::from(case.p.topo.stage_layers != case.d.topo.stage_layers);
+            sums[3] += u64::from(case.p.buffers.len() != case.d.buffers.len());
+            match check(&case, &mut rng) {
+                Ok(n) => sums[0] += n,
+                Err(e) => panic!("case {i} of seed {seed}: {e}\n{case:#?}"),
+            }
         }
-    }
+        sums
+    };
+    let mut sums = [0u64; 4];
+    std::thread::scope(|scope| {
+        let all: Vec<_> = (0..threads).map(|t| scope.spawn(move || share(t))).collect();
+        for t in all {
+            let part = t.join().expect("a case failed; it is printed above");
+            sums.iter_mut().zip(part).for_each(|(a, b)| *a += b);
+        }
+    });
+    let [elements, mismatched_tp, mismatched_pp, drafts] = sums;
     println!(
         "{cases} cases, {elements} elements; tp differs {mismatched_tp}, pp {mismatched_pp}, draft {drafts}"
     );
@@ -55,9 +67,9 @@ fn case(p: Side, d: Side) -> Case {
     Case { p, d, page_tokens: 2, window_tokens: 4, prompt_tokens: 5, prefix: 1, live: 0 }
 }
 
-/// sgl#27740, sgl#33457, sgl#33497 and the four worked examples of guessed V offsets.
+/// S7: sgl#27740, sgl#33457, sgl#33497 and the four worked examples of guessed V offsets.
 #[test]
-fn uneven_stages_and_drafts_pair_by_identity() {
+fn s7_uneven_stages_and_drafts_pair_by_identity() {
     for (layers, p_draft, d_draft, stages) in [
         (8, 0, 1, vec![4, 4]),
         (15, 0, 0, vec![7, 8]),
@@ -72,7 +84,7 @@ fn uneven_stages_and_drafts_pair_by_identity() {
 
 /// The guess of sgl#27740 is wrong exactly where the reports say so, and the oracle sees it.
 #[test]
-fn a_guessed_v_offset_is_found_by_the_oracle() {
+fn s7_a_guessed_v_offset_is_found_by_the_oracle() {
     let guess = |layers: u32, d_draft: u32, stages: &[u32]| {
         let c = case(mha(layers, 0, 1, stages, 1), mha(layers, d_draft, 1, &[layers], 1));
         check_with(&c, &mut Rng(2), &|plan, dst| plan.plant_guessed_v(dst))
@@ -82,9 +94,9 @@ fn a_guessed_v_offset_is_found_by_the_oracle() {
     assert!(guess(8, 0, &[4, 4]).is_ok());
 }
 
-/// sgl#23746, sgl#30997, sgl#31968, sgl#19086: head maps with fewer heads than ranks, both ways.
+/// S8: sgl#23746, sgl#30997, sgl#31968, sgl#19086: head maps with fewer heads than ranks, both ways.
 #[test]
-fn head_maps_of_the_worked_examples() {
+fn s8_head_maps_of_the_worked_examples() {
     for (heads, p_tp, d_tp) in [(8, 4, 2), (8, 2, 4), (2, 1, 4), (2, 4, 1), (2, 8, 4), (4, 8, 2)] {
         check(&case(mha(2, 1, heads, &[2], p_tp), mha(2, 0, heads, &[2], d_tp)), &mut Rng(3)).unwrap();
     }
@@ -211,9 +223,9 @@ fn page_shard_of_the_worked_example() {
     assert_eq!(plan.full_bytes(24, 0), None);
 }
 
-/// Convolution state `[q|k|v]`: three pieces, not one (sgl#30997).
+/// S8: convolution state `[q|k|v]`: three pieces, not one (sgl#30997).
 #[test]
-fn sub_axes_of_the_worked_example() {
+fn s8_sub_axes_of_the_worked_example() {
     let shape = Shape::Axis { groups: [8, 8, 16, 0], outer: 3, elem_bytes: 2 };
     let (one_tp, two_tp) = (Topology::single(1), Topology { tp: 2, ..Topology::single(1) });
     let full = one(Component::State, shape, 192, 2, 0, 1);

@@ -1,11 +1,11 @@
-//! Public bug reports as scenarios, with the ends they should have had. S7 and S8 (layouts) are in `plan`,
-//! S9 (staging) is next to its module.
+//! Public bug reports as scenarios, with the ends they should have had. S7 and S8 (layouts) are in `plan`.
 
 use sapwood::base::Time;
 use sapwood::pd::agree::{Vote, combine};
 use sapwood::pd::grant::{Destination, Granted, How};
 use sapwood::pd::receiver::{Fence, ReceiverConfig, RecvSpec, Refused};
 use sapwood::pd::sender::{Event, Outcome, SendSpec, SenderConfig, Tail};
+use sapwood::pd::staging::{StagingBuffers, StagingRing};
 use sapwood::pd::topo::Topology;
 use sapwood::pd::wire::{Body, Frame, Head, Metadata, Quiet, Register, Status};
 use sapwood::pd::{Incarnation, PeerId, Reason, Serial};
@@ -235,6 +235,7 @@ fn s6_malformed_frames_and_an_incompatible_peer() {
         attach: 0,
         floor: Serial(0),
         blob: Vec::new(),
+        ring: None,
     }));
     let head = Head { from: Incarnation(4242), sequence: 1, ..Head::default() };
     let from = PeerId(300);
@@ -606,14 +607,12 @@ fn an_unpublished_grant_comes_back_at_once() {
     assert_eq!(n.released_how(0, key(1, 1)), Some(How::Unpublished));
 }
 
-/// Every single frame of an exchange may be lost once, or come twice, or come last.
-#[test]
-fn any_one_lost_or_doubled_frame_changes_nothing() {
-    let mut total = 1;
-    let mut drop = 0;
+/// Every single frame of an exchange may be lost once, or come twice, or come last. Returns frames.
+fn disturb_each_frame(net: fn() -> Net) -> usize {
+    let (mut total, mut drop) = (1, 0);
     while drop < total {
         for twice in [false, true] {
-            let mut n = Net::simple();
+            let mut n = net();
             n.prefill(key(1, 1), 8);
             n.decode(0, key(1, 1), 8, 0);
             let mut seen = 0;
@@ -632,12 +631,120 @@ fn any_one_lost_or_doubled_frame_changes_nothing() {
                 seen = fresh;
             }
             assert_eq!(n.outcome(0, key(1, 1)), Some(&Ok(vec![1, 1])), "frame {drop} twice: {twice}");
-            assert_eq!((n.ps(0).stats().rooms, n.ds(0).stats().grants), (0, 0));
+            for p in 0..n.p.len() {
+                let s = n.ps(p).stats();
+                assert_eq!((s.rooms, s.staged), (0, 0));
+            }
+            let s = n.ds(0).stats();
+            assert_eq!((s.grants, s.ring_places), (0, 0));
             total = n.count(|f| !matches!(f.body, Body::Ping { .. } | Body::Pong { .. }));
         }
         drop += 1;
     }
-    assert!(total >= 6);
+    total
+}
+
+#[test]
+fn any_one_lost_or_doubled_frame_changes_nothing() {
+    assert!(disturb_each_frame(Net::simple) >= 6);
+}
+
+const BUFFERS: StagingBuffers =
+    StagingBuffers { region: 1, base: 0, buffer_bytes: 256, buffers: 1, copies_min: 2 };
+const RING: StagingRing = StagingRing { region: 1, base: 0, bytes: 300, chunks_max: 8 };
+
+/// Two prefill ranks with half the heads each, one decode rank with all: pages come in slices, and are packed.
+pub(crate) fn staged() -> Net {
+    let p = Topology { tp: 2, ..Topology::single(2) };
+    let cfg_p = SenderConfig { staging: Some(BUFFERS), chunk_pages_max: 2, ..SenderConfig::default() };
+    let cfg_d = ReceiverConfig { staging: Some(RING), ..ReceiverConfig::default() };
+    Net::new(p, Topology::single(2), cfg_p, cfg_d)
+}
+
+/// S9 (sgl#29978), I17: the same with packed chunks, a ring for one block, and so with every staging message.
+#[test]
+fn s9_any_one_lost_or_doubled_staging_frame_changes_nothing() {
+    let frames = disturb_each_frame(staged);
+    assert!(frames >= 30, "{frames}");
+    let mut n = staged();
+    n.prefill(key(1, 1), 8);
+    n.decode(0, key(1, 1), 8, 0);
+    n.run(SEC);
+    // Four pages in chunks of two from two ranks: each block once, and nothing else is written.
+    assert_eq!((n.posts.len(), n.gathers, n.scatters.len()), (4, 4, 4));
+    assert!(n.scatters.iter().all(|s| s.2 == 256));
+    assert_eq!((n.ps(0).stats().chunks_packed, n.ds(0).stats().chunks_scattered), (2, 4));
+}
+
+/// S9: a block that can never fit, or that is not worth it, goes unpacked.
+#[test]
+fn s9_without_a_place_chunks_go_unpacked() {
+    for (ring, buffers) in [(100, 256), (300, 100)] {
+        let mut n = staged();
+        n.cfg_d.staging = Some(StagingRing { bytes: ring, ..RING });
+        n.cfg_p.staging = Some(StagingBuffers { buffer_bytes: buffers, ..BUFFERS });
+        (0..2).for_each(|i| n.start_p(i));
+        n.start_d(0);
+        n.prefill(key(1, 1), 8);
+        n.decode(0, key(1, 1), 8, 0);
+        n.run(SEC);
+        assert_eq!(n.outcome(0, key(1, 1)), Some(&Ok(vec![1, 1])));
+        assert_eq!((n.gathers, n.scatters.len()), (0, 0));
+    }
+}
+
+/// S9 (sgl#31217), I1: pages of a failed room stay while a block is scattered into them, whatever others prove; its
+/// place in the ring comes back with them, and the next room goes through.
+#[test]
+fn s9_a_failed_room_waits_for_its_scatter_and_frees_the_ring() {
+    let mut n = staged();
+    n.auto = false;
+    n.prefill(key(1, 1), 4);
+    n.decode(0, key(1, 1), 4, 0);
+    n.run(50 * MS);
+    for post in n.posts.clone() {
+        n.finish_ok(&post);
+    }
+    n.run(50 * MS);
+    assert!(!n.scatters.is_empty());
+    n.abort(0, key(1, 1));
+    n.run(SEC);
+    assert!(n.released.is_empty(), "released under a scatter");
+    let now = n.now;
+    for (_, id, _) in n.scatters.clone() {
+        n.ds(0).handle_scattered(now, id);
+    }
+    n.drain();
+    n.run(SEC);
+    assert_eq!(n.released_how(0, key(1, 1)), Some(How::Acked));
+    assert_eq!(n.ds(0).stats().ring_places, 0);
+    n.auto = true;
+    n.prefill(key(2, 1), 8);
+    n.decode(0, key(2, 1), 8, 10);
+    n.run(SEC);
+    assert_eq!(n.outcome(0, key(2, 1)), Some(&Ok(vec![1, 2])));
+}
+
+/// S9: a place that cannot be proved free pins the ring; others then go unpacked instead of waiting for ever.
+#[test]
+fn s9_a_quarantined_place_does_not_wedge_the_others() {
+    let mut n = staged();
+    n.cfg_d.hold_us = SEC;
+    n.start_d(0);
+    n.auto = false;
+    n.prefill(key(1, 1), 4);
+    n.decode(0, key(1, 1), 4, 0);
+    n.run(50 * MS);
+    let post = n.posts[0].clone();
+    n.finish(&post, Outcome::FailedUnknown);
+    n.run(5 * SEC);
+    assert!(n.ds(0).stats().quarantine_units > 0 && n.ds(0).stats().ring_places > 0);
+    n.auto = true;
+    n.prefill(key(2, 1), 8);
+    n.decode(0, key(2, 1), 8, 10);
+    n.run(SEC);
+    assert_eq!(n.outcome(0, key(2, 1)), Some(&Ok(vec![1, 2])));
+    assert!(n.scatters.is_empty());
 }
 
 /// I23: after `stop` the memory is free to go when nothing is out.

@@ -1,6 +1,7 @@
 //! Frames: round trips, every malformation a typed error, nothing allocated for a count that is not there.
 
 use sapwood::pd::layout::{Component, Entry, EntryId, Group, HeadOrder, Layout, Role, Shape, TokenSplit};
+use sapwood::pd::staging::StagingRing;
 use sapwood::pd::topo::{CpSpread, Rank, Topology};
 use sapwood::pd::wire::{
     Body, Frame, FrameError, HEAD_BYTES, Head, Metadata, PAGES_MAX, Prompt, Quiet, Register, RegisterReply,
@@ -68,6 +69,12 @@ fn body(rng: &mut Rng) -> Body {
             attach: rng.below(9),
             floor: Serial(rng.next()),
             blob: vec![7; rng.below(50) as usize],
+            ring: rng.chance(50).then(|| StagingRing {
+                region: rng.below(3),
+                base: rng.next(),
+                bytes: rng.next(),
+                chunks_max: rng.below(99),
+            }),
         })),
         1 => Body::RegisterReply(Box::new(RegisterReply::Accepted {
             topo: topology(rng),
@@ -100,16 +107,17 @@ fn body(rng: &mut Rng) -> Body {
         10 => Body::Status(Status::Failed(Reason::from_code(rng.below(99) as u16))),
         11 => Body::Status(Status::Working),
         12 => Body::StatusAck,
-        13 => Body::Topup { from: rng.below(99), pages: pages(rng) },
+        13 => Body::Topup { from: rng.below(99), pages: pages(rng), window: pages(rng) },
         14 => Body::Ping { stamp: rng.next(), floor: Serial(rng.next()) },
         15 => Body::Pong { stamp: rng.next() },
-        16 => rng
-            .pick(&[Some(0u64), None])
-            .map_or(Body::StageAsk { chunk: 1, bytes: 2 }, |tail| Body::StageTaken { chunk: 5, tail }),
-        _ => rng.pick(&[0u64, u64::MAX]).checked_add(1).map_or(
-            Body::StageReady { chunk: 1, writer: 2 },
-            |at| Body::StageGrant { chunk: 1, at, tail: 9 },
+        16 => rng.pick(&[Some(0u64), None]).map_or(
+            Body::StageAsk { chunk: 1, first: 3, pages: 4, bytes: 2 },
+            |tail| Body::StageTaken { chunk: 5, tail },
         ),
+        _ => rng
+            .pick(&[0u64, u64::MAX])
+            .checked_add(1)
+            .map_or(Body::StageReady { chunk: 1 }, |at| Body::StageGrant { chunk: 1, at, tail: 9 }),
     }
 }
 
@@ -153,7 +161,8 @@ fn the_bytes_of_a_frame_are_fixed() {
         key: RoomKey { room: 0xABCD, epoch: 2 },
         serial: Serial(9),
     };
-    let bytes = Frame { head, body: Body::Topup { from: 3, pages: vec![7, 8, 1] } }.to_bytes();
+    let bytes =
+        Frame { head, body: Body::Topup { from: 3, pages: vec![7, 8, 1], window: Vec::new() } }.to_bytes();
     let hex: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
     let want = concat!(
         "53575044",
@@ -263,7 +272,8 @@ fn another_version_is_recognised_by_its_header() {
 
 #[test]
 fn counts_are_checked_before_anything_is_allocated() {
-    let f = Frame { head: Head::default(), body: Body::Topup { from: 0, pages: vec![1, 2] } };
+    let f =
+        Frame { head: Head::default(), body: Body::Topup { from: 0, pages: vec![1, 2], window: Vec::new() } };
     let mut bytes = f.to_bytes();
     let at = HEAD_BYTES + 12 + 8;
     let mut with = |total: u32, runs: u32, n: u32| {

@@ -1,9 +1,11 @@
 //! What every store keeps. Each function is run once per store and per wrapper.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sapwood::backend::store::fault::Faulty;
 use sapwood::backend::store::file::{FileConfig, FileStore, IoEngine, IoMode};
+use sapwood::backend::store::group::Grouped;
 use sapwood::backend::store::mem::MemStore;
 use sapwood::backend::store::wrap::{Breaker, Deadlines, Detached, Limit, Retry, Wrapped};
 use sapwood::backend::store::{Call, Cancel, Health, Item, Outcome, RegionToken, RegisterError, Span, Store};
@@ -409,9 +411,19 @@ fn ring(change: impl FnOnce(&mut FileConfig)) -> Option<Fixture> {
 }
 
 #[cfg(feature = "mooncake")]
-fn mooncake() -> Option<Fixture> {
+pub(crate) fn mooncake() -> Option<Fixture> {
+    mooncake_with("64 MB")
+}
+
+/// With room for measurements.
+pub(crate) fn mooncake_large() -> Option<Fixture> {
+    mooncake_with("1 GB")
+}
+
+#[cfg(feature = "mooncake")]
+fn mooncake_with(segment: &str) -> Option<Fixture> {
     use sapwood::backend::store::mooncake::{MooncakeConfig, MooncakeStore};
-    let service = crate::service::Service::start("64 MB")?;
+    let service = crate::service::Service::start(segment)?;
     let store = MooncakeStore::open(MooncakeConfig::at(service.address())).unwrap();
     Some(Fixture::new(store).keeping(service))
 }
@@ -430,7 +442,12 @@ fn mooncake_embedded() -> Option<Fixture> {
 
 /// The contract needs the feature and the service.
 #[cfg(not(feature = "mooncake"))]
-fn mooncake() -> Option<Fixture> {
+pub(crate) fn mooncake() -> Option<Fixture> {
+    mooncake_with("")
+}
+
+#[cfg(not(feature = "mooncake"))]
+fn mooncake_with(_segment: &str) -> Option<Fixture> {
     crate::kit::skip("the feature mooncake");
     None
 }
@@ -447,8 +464,13 @@ fn stacked() -> Fixture {
     Fixture::new(Wrapped::new(detached, Deadlines::new(LONG))).keeping(dir)
 }
 
+/// The same store with small pages in groups.
+fn grouped(fixture: Fixture) -> Fixture {
+    Fixture::new(Grouped::with_object_bytes(Arc::clone(&fixture.store), 64 * KIB)).keeping(fixture)
+}
+
 /// A file store in a directory of its own, with segments so small that the suite fills several.
-fn file(change: impl FnOnce(&mut FileConfig)) -> Fixture {
+pub(crate) fn file(change: impl FnOnce(&mut FileConfig)) -> Fixture {
     file_seen(change, |_| {})
 }
 
@@ -482,5 +504,10 @@ suite! {
     stacked: Some(stacked());
     mooncake: mooncake();
     mooncake_embedded_stand_in: mooncake_embedded();
+    grouped: Some(Fixture::new(Grouped::with_object_bytes(MemStore::new(ROOMY), 16 * KIB)));
+    grouped_files: Some(grouped(file(|_| {})));
+    grouped_redis: crate::remote::redis_fixture(true).map(grouped);
+    grouped_bucket: crate::remote::bucket_fixture().map(grouped);
+    grouped_mooncake: mooncake().map(grouped);
     fault_free: Some(Fixture::new(Faulty::new(MemStore::new(ROOMY))));
 }

@@ -1,6 +1,7 @@
 //! What only the file store promises: bounds, restarts, bad directories, other people's files.
 
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
+use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::slice::from_ref;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -174,17 +175,44 @@ fn below_the_free_space_floor_puts_are_refused_and_gets_go_on() {
     assert!(matches!(got(&store, &a, 1), Outcome::Missing));
 }
 
+/// A file system of its own in memory, so small that it can be filled.
+struct Small(tempfile::TempDir);
+
+impl Small {
+    /// `None`, and a named skip, where mounting is not permitted.
+    fn mount(size: &str) -> Option<Small> {
+        let dir = tempfile::tempdir().unwrap();
+        let options = format!("size={size},mode=0700");
+        let small = Small(dir);
+        if small.run("mount", &["-t", "tmpfs", "-o", &options, "sapwood-test"]) {
+            return Some(small);
+        }
+        std::mem::forget(small);
+        skip("a small tmpfs (mount is not permitted)");
+        None
+    }
+
+    fn run(&self, program: &str, args: &[&str]) -> bool {
+        let done = std::process::Command::new(program).args(args).arg(self.0.path()).output();
+        done.is_ok_and(|o| o.status.success())
+    }
+
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        // Lazily, because a failed test may still have files open.
+        self.run("umount", &["-l"]);
+    }
+}
+
 #[test]
 fn a_full_file_system_is_an_outcome() {
-    let dir = tempfile::tempdir().unwrap();
-    let mount = std::process::Command::new("mount")
-        .args(["-t", "tmpfs", "-o", "size=1m,mode=0700", "sapwood-test"])
-        .arg(dir.path())
-        .output();
-    if !mount.is_ok_and(|o| o.status.success()) {
-        return skip("a tmpfs of 1 MiB (mount is not permitted)");
-    }
-    let c = config(&dir.path().join("s"));
+    let Some(disk) = Small::mount("1m") else { return };
+    let c = config(&disk.path().join("s"));
     let store = FileStore::open(c).unwrap();
     let a = Arena::new(&store, LEN);
     // The cap is 4 MiB, the file system holds 1: the store notices and makes room among its own.
@@ -194,19 +222,113 @@ fn a_full_file_system_is_an_outcome() {
     assert_eq!(got(&store, &a, 299), Outcome::Ok(LEN));
     // Somebody else takes the rest, and the store's own segments do not suffice.
     drop(store);
-    let hog = dir.path().join("hog");
-    std::fs::remove_dir_all(dir.path().join("s")).unwrap();
+    let hog = disk.path().join("hog");
+    std::fs::remove_dir_all(disk.path().join("s")).unwrap();
     std::fs::write(&hog, vec![1; 960 << 10]).unwrap();
-    let store = FileStore::open(config(&dir.path().join("s"))).unwrap();
+    let store = FileStore::open(config(&disk.path().join("s"))).unwrap();
     let a = Arena::new(&store, LEN);
     assert_eq!(put(&store, &a, 0), Outcome::NoSpace);
     std::fs::remove_file(&hog).unwrap();
     assert_eq!(put(&store, &a, 0), Outcome::Ok(LEN));
     assert_eq!(got(&store, &a, 0), Outcome::Ok(LEN));
-    drop(store);
-    let unmounted = std::process::Command::new("umount").arg(dir.path()).status().unwrap();
-    assert!(unmounted.success());
 }
+
+/// Others fill the disk to the last byte while the store has durable pages on it. What the store gives up for new pages
+/// it counts, from the oldest on; it opens, reads, verifies and removes on the full disk; and nothing else is lost.
+#[test]
+fn a_disk_that_others_fill_costs_only_what_is_counted() {
+    let Some(disk) = Small::mount("2m") else { return };
+    let root = disk.path().join("s");
+    let store = FileStore::open(config(&root)).unwrap();
+    let a = Arena::new(&store, LEN);
+    (0..100).for_each(|n| assert_eq!(put(&store, &a, n), Outcome::Ok(LEN)));
+    store.sync(&Call::unbounded()).unwrap();
+    let mut hog = std::fs::File::create(disk.path().join("hog")).unwrap();
+    while std::io::Write::write(&mut hog, &[1; 4096]).is_ok_and(|n| n > 0) {}
+    // Everything that is there is read, on a disk without a free byte.
+    (0..100).for_each(|n| assert_eq!(got(&store, &a, n), Outcome::Ok(LEN)));
+    let outcomes: Vec<Outcome> = (100..140).map(|n| put(&store, &a, n)).collect();
+    assert!(outcomes.iter().all(|o| matches!(o, Outcome::Ok(LEN) | Outcome::NoSpace)), "{outcomes:?}");
+    let stats = store.stats();
+    assert_eq!(stats.no_space_total, outcomes.iter().filter(|o| !o.is_ok()).count() as u64);
+    // Closing can not write its index file, and says so; opening scans, and can not write it either.
+    let _ = store.close(soon());
+    drop(store);
+    let expected = |n: u64| match n {
+        0..100 => n >= stats.evicted_total,
+        _ => outcomes[n as usize - 100].is_ok(),
+    };
+    for round in 0..2 {
+        let store = FileStore::open(config(&root)).unwrap();
+        let a = Arena::new(&store, LEN);
+        for n in 0..140 {
+            let want = if expected(n) { Outcome::Ok(LEN) } else { Outcome::Missing };
+            // What was read has a second chance, so eviction does not take the oldest in order.
+            let found = got(&store, &a, n);
+            assert!(found == want || stats.rescued_total > 0, "page {n} in round {round}: {found:?}");
+        }
+        let found = (0..140).filter(|&n| got(&store, &a, n).is_ok()).count() as u64;
+        let put = 100 + outcomes.iter().filter(|o| o.is_ok()).count() as u64;
+        assert_eq!(found, put - stats.evicted_total, "round {round}");
+        let verified = store.verify(&Call::unbounded(), &mut |_| {}).unwrap();
+        assert_eq!((verified.good, verified.corrupt.len()), (found, 0));
+    }
+    drop(hog);
+    std::fs::remove_file(disk.path().join("hog")).unwrap();
+    let store = FileStore::open(config(&root)).unwrap();
+    let a = Arena::new(&store, LEN);
+    assert_eq!(put(&store, &a, 500), Outcome::Ok(LEN));
+    assert_eq!(store.health(), Health::Up);
+}
+
+/// A root that can be read and not be written: a typed error, and the pages are there when it can be written again.
+#[test]
+fn an_unwritable_root_is_a_typed_error_and_keeps_its_pages() {
+    let is_root = rustix::process::geteuid().is_root();
+    let refused = |root: &Path| match FileStore::open(config(root)) {
+        Err(OpenError::Io { source, path, .. }) => {
+            assert_eq!(path, root);
+            source.raw_os_error()
+        }
+        other => panic!("{other:?}"),
+    };
+    if is_root {
+        // Permissions do not stop the superuser; a read-only file system does.
+        let Some(disk) = Small::mount("8m") else { return };
+        let root = disk.path().join("s");
+        let pages = two_segments(&root);
+        assert!(disk.run("mount", &["-o", "remount,ro"]));
+        for _ in 0..2 {
+            assert_eq!(refused(&root), Some(EROFS));
+            assert_eq!(refused(&disk.path().join("new")), Some(EROFS));
+        }
+        assert!(disk.run("mount", &["-o", "remount,rw"]));
+        assert_eq!(present(&root, pages), pages);
+    } else {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("s");
+        let pages = two_segments(&root);
+        for mode in [0o500, 0o000] {
+            std::fs::set_permissions(&root, PermissionsExt::from_mode(mode)).unwrap();
+            let opened = FileStore::open(config(&root));
+            // With mode 0500 the lock is there already: it opens for reading, and the first segment can not be made.
+            match opened {
+                Err(OpenError::Io { .. }) => {}
+                Ok(store) => {
+                    let a = Arena::new(&store, LEN);
+                    assert!(matches!(put(&store, &a, 9999), Outcome::Transport(_)));
+                    assert_eq!(got(&store, &a, 0), Outcome::Ok(LEN));
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        std::fs::set_permissions(&root, PermissionsExt::from_mode(0o700)).unwrap();
+        assert_eq!(present(&root, pages), pages);
+    }
+}
+
+/// "Read-only file system", as Linux numbers it.
+const EROFS: i32 = 30;
 
 #[test]
 fn the_second_opener_is_refused_until_the_first_has_closed() {
@@ -217,6 +339,34 @@ fn the_second_opener_is_refused_until_the_first_has_closed() {
     store.close(soon()).unwrap();
     let second = FileStore::open(config(&root)).unwrap();
     assert_eq!((store.health(), second.health()), (Health::Closed, Health::Up));
+}
+
+/// A child process begins as a copy of this one and holds what it holds until it runs its own program.
+#[test]
+fn a_closed_store_opens_again_while_others_fork() {
+    let dir = tempfile::tempdir().unwrap();
+    let over = AtomicBool::new(false);
+    std::thread::scope(|s| {
+        for _ in 0..2 {
+            s.spawn(|| {
+                while !over.load(Ordering::Relaxed) {
+                    // A command with a hook between fork and exec forks for real, and stays there for a moment.
+                    let _ = std::process::Command::new("true")
+                        .arg0("sapwood-test")
+                        .uid(rustix::process::geteuid().as_raw())
+                        .status();
+                }
+            });
+        }
+        for round in 0..60 {
+            let opened = FileStore::open(config(&dir.path().join("s")));
+            if let Err(error) = &opened {
+                over.store(true, Ordering::Relaxed);
+                panic!("round {round}: {error}");
+            }
+        }
+        over.store(true, Ordering::Relaxed);
+    });
 }
 
 #[test]

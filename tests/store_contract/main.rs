@@ -4,8 +4,10 @@
 mod contract;
 mod crash;
 mod file;
+mod group;
 mod identity;
 mod kit;
+mod rates;
 mod remote;
 #[cfg(feature = "mooncake")]
 #[path = "../mooncake/service.rs"]

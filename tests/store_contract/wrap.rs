@@ -114,6 +114,65 @@ fn a_breaker_opens_probes_and_closes() {
     assert_eq!(store.health(), Health::Up);
 }
 
+/// A caller in a hurry finds a busy store too slow for it. That says nothing about the store: the others go on.
+#[test]
+fn a_hurried_caller_does_not_open_the_breaker() {
+    let (inner, clock) = (faulty(), Arc::new(ManualClock::default()));
+    // Calls take as long as `slow` says, and then nobody has answered if `inner` says so.
+    let slow = Arc::new(Faulty::with_clock(Arc::clone(&inner), clock.clone()));
+    let breaker = Breaker::with_clock(2, PAUSE, clock.clone()).with_patience(PAUSE * 10);
+    let store = Wrapped::new(Arc::clone(&slow), breaker);
+    let (_a, items) = batch(&store, 0..2);
+    let get = || store.get(&items, &Call::unbounded());
+    let silent = |calls: u32, took: Duration| {
+        slow.add(OpKind::Get, When::Key(key(0)), Fault::Delay(took));
+        inner.add(OpKind::Get, When::From(1), Fault::Fail(Outcome::Timeout));
+        (0..calls).for_each(|_| assert_eq!(get(), [Outcome::Timeout; 2]));
+        slow.heal();
+        inner.heal();
+    };
+    for _ in 0..5 {
+        silent(19, PAUSE);
+        assert_eq!(store.health(), Health::Up);
+        assert_eq!(get(), [Outcome::Missing; 2], "others go on");
+    }
+    // Some items done before the time was up: it works.
+    slow.add(OpKind::Get, When::Key(key(0)), Fault::Delay(PAUSE));
+    inner.add(OpKind::Get, When::Key(key(1)), Fault::Fail(Outcome::Timeout));
+    (0..50).for_each(|_| assert_eq!(get(), [Outcome::Missing, Outcome::Timeout]));
+    assert_eq!(store.health(), Health::Up);
+    slow.heal();
+    inner.heal();
+    // Nobody has had an answer for twice its patience: it is dead to hurried callers, too.
+    silent(20, PAUSE);
+    assert_eq!(store.health(), Health::Down);
+    // A hurried probe finds nothing out, and the next call may probe.
+    clock.advance(PAUSE);
+    silent(1, PAUSE / 2);
+    assert_eq!(store.health(), Health::Down);
+    assert_eq!(get(), [Outcome::Missing; 2]);
+    assert_eq!(store.health(), Health::Up);
+    // A patient caller without an answer is a failure at once.
+    silent(2, PAUSE * 10);
+    assert_eq!(store.health(), Health::Down);
+}
+
+/// Nobody was asked, or the caller went away: a probe that ends so closes nothing.
+#[test]
+fn a_cancelled_probe_closes_no_breaker() {
+    let (inner, clock) = (faulty(), Arc::new(ManualClock::default()));
+    let store = Wrapped::new(Arc::clone(&inner), Breaker::with_clock(1, PAUSE, clock.clone()));
+    let (_a, items) = batch(&store, 0..1);
+    inner.add(OpKind::Get, When::Nth(1), Fault::Fail(BROKEN));
+    assert_eq!(store.get(&items, &Call::unbounded()), [BROKEN]);
+    clock.advance(PAUSE);
+    inner.add(OpKind::Get, When::Nth(2), Fault::Fail(Outcome::Cancelled));
+    assert_eq!(store.get(&items, &Call::unbounded()), [Outcome::Cancelled]);
+    assert_eq!(store.health(), Health::Down);
+    assert_eq!(store.get(&items, &Call::unbounded()), [Outcome::Missing]);
+    assert_eq!(store.health(), Health::Up);
+}
+
 #[test]
 fn only_one_call_probes() {
     let (inner, clock) = (faulty(), Arc::new(ManualClock::default()));

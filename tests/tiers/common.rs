@@ -31,6 +31,8 @@ pub fn config(device: u32, host: u32, write: WritePolicy) -> CoreConfig {
             batch_pages: 2,
             window_batches: 2,
             host_share_percent: 100,
+            retry_ms: 0,
+            ..PrefetchConfig::default()
         },
         ..CoreConfig::device_only(PAGE, Capacity::Pages(device))
     }

@@ -213,3 +213,30 @@ fn stray_events_are_counted() {
     assert_eq!(rig.core.stats().stray_events, 6);
     rig.assert_quiet();
 }
+
+/// A write of AB fails and waits for its retry under AB's name; CD below it is stored. If the two became one node then, the
+/// name would die and nobody would write AB until somebody used the path again.
+#[test]
+fn a_node_that_waits_for_its_retry_is_not_merged_away() {
+    let mut rig = Rig::new(with_store(config(16, 16, WT1)));
+    rig.serve(&t("AB"));
+    rig.drain_kind(|p| matches!(p, Pending::ToHost(..)));
+    rig.serve(&t("ABCD"));
+    rig.drain_kind(|p| matches!(p, Pending::ToHost(..)));
+    assert_eq!(rig.pending.len(), 2);
+    rig.complete(1, &Call::Well);
+    rig.complete(0, &Call::Fails);
+    // A look at AB makes it and CD neighbours in age: all that a merge needs.
+    let reader = rig.request();
+    rig.match_prefix(reader, &t("AB")).unwrap();
+    rig.abort(reader).unwrap();
+    rig.tick(rig.core.next_timeout().expect("a retry is due"));
+    rig.drain();
+    assert_eq!(stored(&rig), stamps_of("ABCD"));
+    // Then they may.
+    let reader = rig.request();
+    rig.match_prefix(reader, &t("AB")).unwrap();
+    rig.abort(reader).unwrap();
+    assert_eq!(rig.core.tree().stats().merges, 1, "the story is about a merge");
+    rig.assert_quiet();
+}

@@ -269,7 +269,7 @@ impl Pair {
 
     fn reclaim(&mut self, want: u32) {
         let mut freed = Vec::new();
-        self.tree.reclaim_mirrors(want, &mut freed);
+        self.tree.reclaim_mirrors(want, 0, &mut freed);
         self.host.free(&freed).unwrap();
         let mut left = ids(&freed);
         while !left.is_empty() {
@@ -575,7 +575,7 @@ impl Pair {
             self.model.mark_stored(*page, true);
         }
         self.model.release(&holds);
-        self.model.unpin(at, !self.model.backed_up_parent);
+        self.model.unpin_unused(at, !self.model.backed_up_parent);
     }
 
     fn demote(&mut self, row: Row, delete: bool) {

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use super::job::{CopyJob, Direction, JobError};
 use super::transfer::{Completion, CopyFault, Outcome, Record, TransferId};
 use super::{CloseReport, Device, DeviceError, Refusal, Submit, Waker};
-use crate::backend::host::{Access, HostArena, MemoryError, Order, copy_layers};
+use crate::backend::host::{Access, HostArena, MemoryError, MemoryPlan, Order, copy_layers};
+use crate::backend::region::Mapping;
 use crate::base::containers::Map;
 use crate::base::{Fence, PageId, Tier};
 use crate::pool::{Capacities, Geometry, PlaneId, PlaneSet, PoolKind};
@@ -38,13 +39,15 @@ pub struct SoftOptions {
     pub order: Order,
     /// Most jobs in flight per direction; more are refused.
     pub queue_limit: u32,
+    /// How device memory is mapped: shared, where other processes are to write it.
+    pub mapping: Mapping,
 }
 
 impl SoftOptions {
-    /// Layer-first memory, 64 jobs per direction.
+    /// Layer-first private memory, 64 jobs per direction.
     #[must_use]
     pub const fn new(mode: Mode) -> SoftOptions {
-        SoftOptions { mode, order: Order::LayerFirst, queue_limit: 64 }
+        SoftOptions { mode, order: Order::LayerFirst, queue_limit: 64, mapping: Mapping::PRIVATE }
     }
 }
 
@@ -213,7 +216,8 @@ impl SoftDevice {
         capacities: Capacities,
         options: SoftOptions,
     ) -> Result<SoftDevice, DeviceError> {
-        let memory = Arc::new(HostArena::with_order(geometry, capacities, options.order)?);
+        let plan = MemoryPlan { mapping: options.mapping, ..MemoryPlan::default() };
+        let memory = Arc::new(HostArena::build(geometry, capacities, options.order, &plan)?);
         let state = State {
             host: None,
             queues: Default::default(),

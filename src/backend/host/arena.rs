@@ -196,7 +196,7 @@ impl HostArena {
         HostArena::build(geometry, capacities, order, &MemoryPlan::default())
     }
 
-    fn build(
+    pub(crate) fn build(
         geometry: Arc<Geometry>,
         capacities: Capacities,
         order: Order,

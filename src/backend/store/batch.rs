@@ -120,7 +120,7 @@ impl Outcome {
         matches!(self, Outcome::Busy | Outcome::Transport(_))
     }
 
-    /// The store itself is in trouble (as against the item): what a breaker counts.
+    /// The store itself may be in trouble (as against the item): what a client's health looks at.
     #[must_use]
     pub fn is_store_failure(self) -> bool {
         matches!(self, Outcome::Transport(_) | Outcome::Timeout)

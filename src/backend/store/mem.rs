@@ -184,7 +184,7 @@ impl Store for MemStore {
         let before = o.by_key.len();
         // An object whose header is damaged belongs to nobody; its key's tag still says whose it was.
         o.by_key.retain(|key, sealed| match Header::decode(sealed) {
-            Ok(h) => h.space.namespace() != namespace,
+            Ok(h) => !h.space.is_cleared_with(key, &namespace),
             Err(_) => key.tag() != namespace.tag(),
         });
         o.bytes = o.by_key.values().map(|s| s.len()).sum();

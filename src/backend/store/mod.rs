@@ -30,6 +30,7 @@ pub mod envelope;
 pub mod fault;
 pub mod file;
 mod gate;
+pub mod group;
 pub mod mem;
 #[cfg(feature = "mooncake")]
 pub mod mooncake;
@@ -39,6 +40,7 @@ pub mod object;
 pub mod redis;
 pub mod regions;
 mod sealed;
+mod stage;
 pub mod stats;
 pub mod wrap;
 

@@ -400,7 +400,7 @@ async fn clear(client: Client, below: Path, namespace: NamespaceDigest) -> Resul
                 Err(e) => return Err(e),
             }
         };
-        if Header::decode(&head).map_or(true, |h| h.space.namespace() == namespace) {
+        if Header::decode(&head).map_or(true, |h| h.space.is_cleared_with(&h.key, &namespace)) {
             client.delete(&meta.location).await?;
             removed += 1;
         }

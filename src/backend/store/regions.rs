@@ -10,6 +10,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use smallvec::SmallVec;
 
 use super::batch::{Outcome, Span};
+use crate::backend::crc::crc32c_append;
 use crate::backend::region::Region;
 use crate::base::containers::Map;
 
@@ -130,7 +131,7 @@ impl HeldSpans {
     /// Continues a CRC32C over `len` bytes beginning with byte `from`.
     #[must_use]
     pub fn crc32c(&self, from: usize, len: usize, crc: u32) -> u32 {
-        self.pieces(from, len).fold(crc, crc32c::crc32c_append)
+        self.pieces(from, len).fold(crc, crc32c_append)
     }
 
     /// Copies `from` in, beginning with byte `at` of the item. Stops at the end of either. O(spans + bytes).

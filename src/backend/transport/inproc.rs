@@ -24,6 +24,7 @@ const CAPS: Caps = Caps {
     visible_on_ok: true,
     revoke: true,
     fence: true,
+    exit_proves_quiet: true,
     cancel_proves_quiet: false,
     retry_is_safe: true,
 };

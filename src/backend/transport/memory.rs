@@ -5,6 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::TransportError;
+use crate::backend::host::HostArena;
 use crate::backend::region::Region;
 
 /// A block of memory that stays where it is for as long as the value lives.
@@ -52,10 +53,22 @@ impl Memory {
         Memory { regions }
     }
 
+    /// The regions of a device or an arena, one per plane.
+    #[must_use]
+    pub fn of(arena: &HostArena) -> Memory {
+        Memory::new(arena.regions().map(|(_, r)| r.clone() as Arc<dyn Bytes>).collect())
+    }
+
     /// Lengths in bytes.
     #[must_use]
     pub fn lens(&self) -> Vec<u64> {
         self.regions.iter().map(|r| r.len() as u64).collect()
+    }
+
+    /// Address and length of each, for a library that registers memory.
+    #[cfg(feature = "nixl")]
+    pub(super) fn ranges(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+        self.regions.iter().map(|r| (r.base().as_ptr() as usize, r.len()))
     }
 
     /// First byte of a range, if it lies inside its region.
@@ -91,6 +104,13 @@ impl Memory {
         // SAFETY: as in `write`, the other way round.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
+    }
+
+    /// Looks at a range while nothing writes it.
+    #[cfg(test)]
+    pub(crate) fn peek(&self, region: u32, offset: u64, out: &mut [u8]) {
+        // SAFETY: tests look between writes, from the one thread that makes them.
+        unsafe { self.read(region, offset, out).unwrap() };
     }
 
     /// The bytes of a range, for a call that only reads them.

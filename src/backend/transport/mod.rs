@@ -9,16 +9,19 @@
 //! | [`inproc`] | a worker thread | proven | proven | the base of tests |
 //! | [`shm`] | the writer, into a memfd of the target | proven when the writer's block is over | no; process exit | one host |
 //! | [`tcp`] | the target, from its sockets | proven at once | proven at once | real networks |
+//! | `nixl` | the fabric (UCX) | no | no | feature `nixl`, library loaded at run time |
 //!
-//! One-sided fabrics (Mooncake's transfer engine, Mori) fit the same traits with `revoke: false` and
-//! `fence: false`: a write that cannot be settled ends in quarantine. They are not built here: the machine
-//! this is tested on has no such device.
+//! One-sided fabrics have `revoke: false` and `fence: false`: a write that cannot be settled ends in quarantine.
+//! Mooncake's transfer engine and Mori fit the same traits so. They are not built here: the machine this is
+//! tested on has no such device, and no registry carries a library with their C interface.
 
 pub mod control;
 pub mod grants;
 pub mod inproc;
 pub mod lease;
 pub mod memory;
+#[cfg(feature = "nixl")]
+pub mod nixl;
 pub mod rendezvous;
 pub mod shm;
 pub mod tcp;
@@ -46,6 +49,8 @@ pub struct Caps {
     pub revoke: bool,
     /// The target can destroy the way in of one incarnation, provably.
     pub fence: bool,
+    /// When the operating system says that the writing process is gone, nothing of it can land any more.
+    pub exit_proves_quiet: bool,
     /// A cancelled write is provably over. False for every transport known.
     pub cancel_proves_quiet: bool,
     /// Writing the same bytes twice is harmless.
@@ -86,6 +91,9 @@ pub enum TransportError {
         /// What it said.
         source: std::io::Error,
     },
+    /// A region is private, and the transport needs memory that others can map.
+    #[error("a region is not shared")]
+    NotShared,
     /// The transport is closed.
     #[error("closed")]
     Closed,

@@ -1,35 +1,36 @@
-//! One host, two processes: the target's pool is a memfd, and the writer copies straight into it.
+//! One host, two processes: the target's regions are memfds, and the writer copies straight into them.
 //!
-//! The memfd starts with a page-aligned header: magic, owner, and one word per grant slot. A grant lives in
-//! slot `serial mod SLOTS` as `serial (32 bits) | revoked (1) | copies under way (31)`. A writer enters a
+//! A memfd of its own is the header: magic, owner, and one word per grant slot. A grant lives in slot
+//! `serial mod SLOTS` as `serial (32 bits) | revoked (1) | copies under way (31)`. A writer enters a
 //! block by adding one to the word it expects and leaves by taking one away; revoking sets the bit, and is
 //! proven when the count is zero. A writer that dies inside a block leaves its count behind: then only the
 //! operating system can say it is gone.
 //!
-//! The mapping reaches the whole pool, so the writer is trusted to keep to its copies; the header protects
-//! against late writes, not against malice.
+//! The mapping reaches every region whole, so the writer is trusted to keep to its copies; the header
+//! protects against late writes, not against malice.
 #![expect(unsafe_code, reason = "maps shared memory and copies into it; each block says why it is sound")]
 
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
-use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
+use rustix::fs::{Mode, OFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::grants::Span;
 use super::memory::{Bytes, Memory};
 use super::{Caps, Done, Revoked, Target, TransportError, Writer};
+use crate::backend::region::{Mapping, Region, Sharing};
 use crate::base::containers::Map;
 use crate::pd::ids::{Incarnation, PeerId, Tag, XferId};
 use crate::pd::plan::Copy;
 use crate::pd::receiver::Fence;
 use crate::pd::sender::Outcome;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"SWPDSHM1");
+const MAGIC: u64 = u64::from_le_bytes(*b"SWPDSHM2");
 /// Grants alive at once. A slot is a word, so the header is half a megabyte.
 const SLOTS: u64 = 1 << 16;
 const HEADER_BYTES: usize = 4096 + SLOTS as usize * 8;
@@ -44,68 +45,66 @@ const CAPS: Caps = Caps {
     visible_on_ok: true,
     revoke: true,
     fence: false,
+    exit_proves_quiet: true,
     cancel_proves_quiet: false,
     retry_is_safe: true,
 };
 
-const _: () = assert!(HEADER_BYTES.is_multiple_of(4096));
+/// Regions of one target; a rank has one per plane.
+const REGIONS_MAX: u64 = 256;
 
-/// A shared mapping with the header in front.
+/// Memory of another process.
 #[derive(Debug)]
-pub struct Segment {
+struct Foreign {
     base: NonNull<u8>,
     len: usize,
-    fd: OwnedFd,
 }
 
-// SAFETY: the mapping belongs to the value, not to a thread; the header is accessed by atomics only, the
-// rest under the contract of `Bytes` and grants.
-unsafe impl Send for Segment {}
+// SAFETY: the mapping belongs to the value, not to a thread; access is under the contract of `Bytes`.
+unsafe impl Send for Foreign {}
 // SAFETY: as above.
-unsafe impl Sync for Segment {}
+unsafe impl Sync for Foreign {}
 
-// SAFETY: mapped in `map`, unmapped in `drop`; the pool lies behind the header.
-unsafe impl Bytes for Segment {
+// SAFETY: mapped in `open`, unmapped in `drop`.
+unsafe impl Bytes for Foreign {
     fn base(&self) -> NonNull<u8> {
-        // SAFETY: the mapping is longer than the header (checked in `map`).
-        unsafe { self.base.add(HEADER_BYTES) }
+        self.base
     }
 
     fn len(&self) -> usize {
-        self.len - HEADER_BYTES
+        self.len
     }
 }
 
-impl Segment {
-    fn map(fd: OwnedFd, len: usize) -> Result<Segment, TransportError> {
-        if len < HEADER_BYTES {
-            return Err(TransportError::Descriptor { bytes: len });
+impl Foreign {
+    /// Maps descriptor `fd` of process `pid`, with the permissions of the user.
+    fn open(pid: u64, fd: u64, len: u64) -> Result<Foreign, TransportError> {
+        let sys = |what| move |e: rustix::io::Errno| TransportError::System { what, source: e.into() };
+        let bad = || TransportError::Descriptor { bytes: len as usize };
+        let path = format!("/proc/{pid}/fd/{fd}");
+        let file = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+            .map_err(sys("open of the peer's memory"))?;
+        // A file that is shorter, or can become so, would fault on access instead of failing here.
+        let stat = rustix::fs::fstat(&file).map_err(sys("fstat of the peer's memory"))?;
+        let sealed = rustix::fs::fcntl_get_seals(&file).is_ok_and(|s| s.contains(SealFlags::SHRINK));
+        let n = usize::try_from(len).map_err(|_| bad())?;
+        if !sealed || n == 0 || u64::try_from(stat.st_size).unwrap_or(0) < len {
+            return Err(bad());
         }
+        Foreign::map(&file, n)
+    }
+
+    fn map(file: &OwnedFd, len: usize) -> Result<Foreign, TransportError> {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh shared mapping at an address the kernel chooses aliases nothing of ours.
-        let p = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, fd.as_fd(), 0) };
+        let p = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, file, 0) };
         let p = p.map_err(|e| TransportError::System { what: "mmap", source: e.into() })?;
-        match NonNull::new(p.cast::<u8>()) {
-            Some(base) => Ok(Segment { base, len, fd }),
-            None => {
-                Err(TransportError::System { what: "mmap", source: std::io::Error::other("address zero") })
-            }
-        }
-    }
-
-    fn word(&self, index: usize) -> &AtomicU64 {
-        debug_assert!((index + 1) * 8 <= HEADER_BYTES);
-        // SAFETY: inside the header, eight-byte aligned (the mapping is page-aligned), and every access to
-        // the header by any process is atomic.
-        unsafe { &*self.base.as_ptr().cast::<AtomicU64>().add(index) }
-    }
-
-    fn slot(&self, tag: Tag) -> &AtomicU64 {
-        self.word(512 + (tag.serial().0 % SLOTS) as usize)
+        let zero = || TransportError::System { what: "mmap", source: std::io::Error::other("address zero") };
+        Ok(Foreign { base: NonNull::new(p.cast::<u8>()).ok_or_else(zero)?, len })
     }
 }
 
-impl Drop for Segment {
+impl Drop for Foreign {
     fn drop(&mut self) {
         // SAFETY: our own mapping, unmapped once; no slice outlives the value.
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
@@ -113,37 +112,62 @@ impl Drop for Segment {
     }
 }
 
+/// The words in front of the regions, in this process's memory or the other's.
+#[derive(Debug)]
+struct Header<B>(B);
+
+impl<B: Bytes> Header<B> {
+    fn word(&self, index: usize) -> &AtomicU64 {
+        debug_assert!((index + 1) * 8 <= HEADER_BYTES && self.0.len() >= HEADER_BYTES);
+        // SAFETY: inside the header, eight-byte aligned (the mapping is page-aligned), and every access to
+        // the header by any process is atomic.
+        unsafe { &*self.0.base().as_ptr().cast::<AtomicU64>().add(index) }
+    }
+
+    fn slot(&self, tag: Tag) -> &AtomicU64 {
+        self.word(512 + (tag.serial().0 % SLOTS) as usize)
+    }
+}
+
 fn word_of(tag: Tag) -> u64 {
     (tag.serial().0 & 0xFFFF_FFFF) << 32
 }
 
-/// The decode side. Its memory is one region.
+/// The decode side.
 #[derive(Debug)]
 pub struct ShmTarget {
-    segment: Arc<Segment>,
+    header: Header<Region>,
+    regions: Vec<Arc<Region>>,
 }
 
 impl ShmTarget {
-    /// A pool of `bytes` for the process `me`.
+    /// A pool of `bytes`, one region, for the process `me`.
     pub fn new(me: Incarnation, bytes: usize) -> Result<ShmTarget, TransportError> {
-        let sys = |what| move |e: rustix::io::Errno| TransportError::System { what, source: e.into() };
-        let fd = rustix::fs::memfd_create("sapwood-pd", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
-            .map_err(sys("memfd_create"))?;
-        let len = HEADER_BYTES.checked_add(bytes).ok_or(TransportError::Descriptor { bytes })?;
-        rustix::fs::ftruncate(&fd, len as u64).map_err(sys("ftruncate"))?;
-        // A file that cannot shrink cannot fault in a writer that has checked its length.
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK).map_err(sys("seal"))?;
-        let segment = Segment::map(fd, len)?;
-        segment.word(1).store(me.0, Ordering::Relaxed);
-        segment.word(0).store(MAGIC, Ordering::Release);
-        Ok(ShmTarget { segment: Arc::new(segment) })
+        ShmTarget::over(me, vec![Arc::new(shared(bytes)?)])
     }
 
-    /// The pool, as the only region of a layout.
+    /// Over regions that are there already, of a device or an arena. They must be shared.
+    pub fn over(me: Incarnation, regions: Vec<Arc<Region>>) -> Result<ShmTarget, TransportError> {
+        if regions.iter().any(|r| r.fd().is_none() || r.mapping().sharing != Sharing::Shared) {
+            return Err(TransportError::NotShared);
+        }
+        let header = Header(shared(HEADER_BYTES)?);
+        header.word(1).store(me.0, Ordering::Relaxed);
+        header.word(0).store(MAGIC, Ordering::Release);
+        Ok(ShmTarget { header, regions })
+    }
+
+    /// The regions, in the order of the layout.
     #[must_use]
     pub fn memory(&self) -> Memory {
-        Memory::new(vec![self.segment.clone()])
+        Memory::new(self.regions.iter().map(|r| r.clone() as Arc<dyn Bytes>).collect())
     }
+}
+
+fn shared(bytes: usize) -> Result<Region, TransportError> {
+    let mapping = Mapping { sharing: Sharing::Shared, ..Mapping::default() };
+    Region::map(bytes, mapping)
+        .map_err(|e| TransportError::System { what: "shared memory", source: std::io::Error::other(e) })
 }
 
 impl Target for ShmTarget {
@@ -151,16 +175,18 @@ impl Target for ShmTarget {
         CAPS
     }
 
-    /// Process, descriptor number and length: the writer opens it through /proc, with the permissions of the
-    /// user.
+    /// Process and number of regions, then descriptor number and length of the header and of each.
     fn descriptor(&self) -> Vec<u8> {
-        let words =
-            [u64::from(std::process::id()), self.segment.fd.as_raw_fd() as u64, self.segment.len as u64];
+        let mut words = vec![u64::from(std::process::id()), self.regions.len() as u64];
+        for r in std::iter::once(&self.header.0).chain(self.regions.iter().map(Arc::as_ref)) {
+            words.push(r.fd().map_or(u64::MAX, |fd| fd.as_raw_fd() as u64));
+            words.push(r.len() as u64);
+        }
         words.iter().flat_map(|w| w.to_le_bytes()).collect()
     }
 
     fn allow(&mut self, tag: Tag, _spans: Vec<Span>) -> Result<(), TransportError> {
-        let slot = self.segment.slot(tag);
+        let slot = self.header.slot(tag);
         let old = slot.load(Ordering::Acquire);
         if old & !COUNT == word_of(tag) {
             return Ok(());
@@ -173,7 +199,7 @@ impl Target for ShmTarget {
     }
 
     fn revoke(&mut self, tag: Tag) -> Revoked {
-        let slot = self.segment.slot(tag);
+        let slot = self.header.slot(tag);
         if slot.load(Ordering::Acquire) & !(REVOKED | COUNT) != word_of(tag) {
             return Revoked::Proven;
         }
@@ -190,9 +216,16 @@ impl Target for ShmTarget {
     }
 }
 
+/// Memory of one target, as this process sees it.
+#[derive(Debug)]
+struct Mapped {
+    header: Header<Foreign>,
+    pool: Memory,
+}
+
 struct Job {
     xfer: XferId,
-    segment: Arc<Segment>,
+    to: Arc<Mapped>,
     tag: Tag,
     copies: Vec<Copy>,
 }
@@ -200,7 +233,7 @@ struct Job {
 /// The prefill side.
 #[derive(Debug)]
 pub struct ShmWriter {
-    peers: Map<PeerId, (u32, Arc<Segment>)>,
+    peers: Map<PeerId, (u32, Arc<Mapped>)>,
     jobs: Option<Sender<Job>>,
     done: Receiver<Done>,
     worker: Option<JoinHandle<()>>,
@@ -240,8 +273,7 @@ fn enter(slot: &AtomicU64, tag: Tag) -> bool {
 }
 
 fn copy_all(src: &Memory, job: &Job) -> Outcome {
-    let slot = job.segment.slot(job.tag);
-    let pool = Memory::new(vec![job.segment.clone()]);
+    let slot = job.to.header.slot(job.tag);
     let mut bytes = 0;
     for c in &job.copies {
         let mut at = 0;
@@ -254,7 +286,7 @@ fn copy_all(src: &Memory, job: &Job) -> Outcome {
             // tag, and the count we entered keeps its owner from reusing it while we copy.
             let copied = unsafe {
                 src.slice(c.src_region, c.src_off + at, n)
-                    .and_then(|from| pool.write(c.dst_region, c.dst_off + at, from))
+                    .and_then(|from| job.to.pool.write(c.dst_region, c.dst_off + at, from))
             };
             slot.fetch_sub(1, Ordering::AcqRel);
             if copied.is_err() {
@@ -279,30 +311,22 @@ impl Writer for ShmWriter {
         attach: u32,
         blob: &[u8],
     ) -> Result<(), TransportError> {
-        let bad = TransportError::Descriptor { bytes: blob.len() };
-        let (words, []) = blob.as_chunks::<8>() else { return Err(bad) };
-        let [pid, fd, len] = words else { return Err(bad) };
-        let path = format!("/proc/{}/fd/{}", u64::from_le_bytes(*pid), u64::from_le_bytes(*fd));
-        let sys = |e: rustix::io::Errno| TransportError::System {
-            what: "open of the peer's memory",
-            source: e.into(),
-        };
-        let fd = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(sys)?;
-        let stat = rustix::fs::fstat(&fd).map_err(sys)?;
-        let len = usize::try_from(u64::from_le_bytes(*len))
-            .map_err(|_| TransportError::Descriptor { bytes: blob.len() })?;
-        // A shorter file would fault on access instead of failing here.
-        let sealed = rustix::fs::fcntl_get_seals(&fd).is_ok_and(|s| s.contains(SealFlags::SHRINK));
-        if !sealed || u64::try_from(stat.st_size).unwrap_or(0) < len as u64 {
-            return Err(TransportError::Descriptor { bytes: blob.len() });
+        let bad = || TransportError::Descriptor { bytes: blob.len() };
+        let (words, []) = blob.as_chunks::<8>() else { return Err(bad()) };
+        let words: Vec<u64> = words.iter().map(|w| u64::from_le_bytes(*w)).collect();
+        let [pid, n, header_fd, header_len, rest @ ..] = words.as_slice() else { return Err(bad()) };
+        if *n > REGIONS_MAX || rest.len() as u64 != 2 * n || *header_len != HEADER_BYTES as u64 {
+            return Err(bad());
         }
-        let segment = Segment::map(fd, len)?;
-        let ours = segment.word(0).load(Ordering::Acquire) == MAGIC
-            && segment.word(1).load(Ordering::Relaxed) == inc.0;
+        let header = Header(Foreign::open(*pid, *header_fd, *header_len)?);
+        let ours = header.word(0).load(Ordering::Acquire) == MAGIC
+            && header.word(1).load(Ordering::Relaxed) == inc.0;
         if !ours {
-            return Err(TransportError::Descriptor { bytes: blob.len() });
+            return Err(bad());
         }
-        self.peers.insert(peer, (attach, Arc::new(segment)));
+        let open = |r: &[u64]| Foreign::open(*pid, r[0], r[1]).map(|f| Arc::new(f) as Arc<dyn Bytes>);
+        let pool = rest.chunks_exact(2).map(open).collect::<Result<_, _>>()?;
+        self.peers.insert(peer, (attach, Arc::new(Mapped { header, pool: Memory::new(pool) })));
         Ok(())
     }
 
@@ -314,11 +338,11 @@ impl Writer for ShmWriter {
         tag: Tag,
         copies: &[Copy],
     ) -> Result<(), TransportError> {
-        let segment = match self.peers.get(&peer) {
+        let to = match self.peers.get(&peer) {
             Some((a, s)) if *a == attach => s.clone(),
             _ => return Err(TransportError::NotAttached(peer)),
         };
-        let job = Job { xfer, segment, tag, copies: copies.to_vec() };
+        let job = Job { xfer, to, tag, copies: copies.to_vec() };
         let jobs = self.jobs.as_ref().ok_or(TransportError::Closed)?;
         jobs.send(job).map_err(|_| TransportError::Closed)
     }

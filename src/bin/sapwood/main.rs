@@ -5,6 +5,7 @@ mod doctor;
 mod lab;
 mod pd_demo;
 mod replay;
+mod store;
 
 use std::process::ExitCode;
 
@@ -25,6 +26,7 @@ enum Command {
     Lab(Box<lab::Args>),
     PdDemo(Box<pd_demo::Args>),
     Replay(Box<replay::Args>),
+    Store(store::Args),
 }
 
 fn main() -> ExitCode {
@@ -34,5 +36,6 @@ fn main() -> ExitCode {
         Command::Lab(args) => lab::main(&args),
         Command::PdDemo(args) => pd_demo::main(&args),
         Command::Replay(args) => replay::main(&args),
+        Command::Store(args) => store::main(&args),
     }
 }

@@ -338,6 +338,35 @@ impl PeerPlan {
         self.units(Component::Full, &src, &dst, out)
     }
 
+    /// What the decode side has to scatter of a packed chunk of this rank: where its bytes go, in the order in which
+    /// they lie in the block. Sources are left out. `None` where the order depends on page numbers that only the
+    /// prefill side knows (a page-sharded source), or where the chunk does not fit the destination.
+    #[must_use]
+    pub fn scatter(
+        &self,
+        first: u32,
+        pages: u32,
+        tokens: u32,
+        prefix: u32,
+        dst: &[u32],
+    ) -> Option<Vec<Copy>> {
+        let total = pages_of(tokens, self.page_tokens);
+        if self.shard.is_some() || first.checked_add(pages).is_none_or(|end| end > total) || first < prefix {
+            return None;
+        }
+        // Any source page does: only the destinations and lengths are used, and their order is that of positions.
+        let src = vec![0; pages as usize];
+        let mut out = Vec::new();
+        self.full(&FullChunk { first, src: &src, prompt_tokens: tokens, prefix, dst }, &mut out).ok()?;
+        Some(out)
+    }
+
+    /// Whether chunks of this rank may be packed.
+    #[must_use]
+    pub fn packs(&self) -> bool {
+        self.shard.is_none()
+    }
+
     /// The token-split destination: token `t` goes to rank `t mod size`; draft entries are not split.
     fn split_tokens(&self, chunk: &FullChunk<'_>, out: &mut Vec<Copy>) -> Result<u64, PlanError> {
         let (ps, w, k) = (self.page_tokens, self.split.size, self.split.rank);

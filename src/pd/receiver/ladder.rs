@@ -42,6 +42,9 @@ impl Receiver {
     pub(super) fn hold(&mut self, now: Time, key: RoomKey, serial: Serial) {
         let Some(grant) = self.grants.get_mut(&serial) else { return };
         grant.phase = Phase::Held(now);
+        if let Some(stage) = self.stage.as_mut().filter(|_| self.plant == Some(Plant::RingWithoutProof)) {
+            stage.close(key, serial);
+        }
         self.holds.insert((now + self.config.hold_us, serial));
         let mut ask = Vec::new();
         for shown in &mut grant.shown {
@@ -243,11 +246,14 @@ impl Receiver {
     }
 
     /// Releases the pages if every rank has evidence. The weakest rung names the proof.
-    fn try_release(&mut self, serial: Serial) {
+    pub(super) fn try_release(&mut self, serial: Serial) {
         let Some(grant) = self.grants.get(&serial) else { return };
         let how =
             grant.shown.iter().map(|s| s.evidence).try_fold(How::Unpublished, |a, e| e.map(|e| a.max(e)));
         let Some(how) = how.filter(|_| grant.phase != Phase::Live) else { return };
+        if grant.scattering > 0 && self.plant != Some(Plant::ScatterUncounted) {
+            return;
+        }
         let Some(grant) = self.grants.remove(&serial) else { return };
         match grant.phase {
             Phase::Held(since) => {
@@ -269,7 +275,11 @@ impl Receiver {
         }
         self.refresh_floor();
         self.forget_tag(serial);
-        let pages = grant.pages.release(Proof::new(serial, how));
+        let proof = Proof::new(serial, how);
+        if let Some(stage) = &mut self.stage {
+            stage.abandon(grant.key, serial, &proof);
+        }
+        let pages = grant.pages.release(proof);
         self.events.push_back(Event::Released { key: grant.key, pages });
     }
 }

@@ -1,7 +1,7 @@
 //! The decode machine: one rank that gives pages to prefill ranks and takes them back, written or not.
 //!
-//! Sans-I/O, with the same order of calls as [`Sender`](crate::pd::sender::Sender): after every call drain
-//! [`Receiver::poll_transmit`], [`Receiver::poll_action`], [`Receiver::poll_event`].
+//! Sans-I/O. After every call drain [`Receiver::poll_action`], [`Receiver::poll_transmit`],
+//! [`Receiver::poll_event`], in this order: a frame may invite writes that an action lets in.
 //!
 //! A room and its grant end apart. The room fails at once, for the client. The grant climbs the ladder
 //! until every rank it was shown to has evidence: **acked** (nothing posted, nothing will be), **revoked**
@@ -11,6 +11,7 @@
 
 mod ladder;
 mod rooms;
+mod staged;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -20,9 +21,10 @@ use crate::pd::grant::{Committed, Granted, How, Released, Want};
 use crate::pd::ids::{Incarnation, PeerId, RoomKey, Serial, Tag};
 use crate::pd::layout::{Component, Layout, pages_of, window_first_page};
 use crate::pd::link::{Heard, Link, LinkConfig, LinkStats};
-use crate::pd::plan::{PeerPlan, dst_pages};
+use crate::pd::plan::{Copy, PeerPlan, dst_pages};
 use crate::pd::plant::Plant;
 use crate::pd::reason::{Incompatible, Reason};
+use crate::pd::staging::{Block, ChunkId, StageReceiver, StagingRing};
 use crate::pd::tomb::Tombs;
 use crate::pd::topo::{Rank, Topology};
 use crate::pd::wire::{Body, Prompt};
@@ -54,6 +56,8 @@ pub struct ReceiverConfig {
     pub revoke: bool,
     /// Rooms settle by [`Receiver::propose`] and [`Receiver::decide`] instead of each rank for itself.
     pub collective: bool,
+    /// Takes packed chunks in a ring and scatters them into pages.
+    pub staging: Option<StagingRing>,
 }
 
 impl Default for ReceiverConfig {
@@ -70,6 +74,7 @@ impl Default for ReceiverConfig {
             tomb_us: 600_000_000,
             revoke: false,
             collective: false,
+            staging: None,
         }
     }
 }
@@ -92,6 +97,15 @@ pub enum Action {
         tag: Tag,
         /// Pages, slots and rows it covers.
         dest: crate::pd::grant::Destination,
+        /// Places in the staging ring it covers: region, first byte, bytes.
+        ring: Vec<(u32, u64, u64)>,
+    },
+    /// Copy a block out of the staging ring into pages, then call [`Receiver::handle_scattered`].
+    Scatter {
+        /// Which.
+        id: ScatterId,
+        /// What; both regions are ours.
+        copies: Vec<Copy>,
     },
     /// Refuse writes with this tag from now on, then call [`Receiver::handle_revoked`].
     Revoke {
@@ -112,6 +126,15 @@ pub enum Action {
         /// Attachments up to this one; a later one may be in use already.
         attach: u32,
     },
+}
+
+/// A block being scattered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ScatterId {
+    /// Its writer.
+    pub peer: PeerId,
+    /// Its chunk.
+    pub chunk: ChunkId,
 }
 
 /// News for the scheduler and the cache.
@@ -189,12 +212,16 @@ pub struct ReceiverStats {
     pub quarantine_proven: u64,
     /// Units in quarantine now.
     pub quarantine_units: u32,
+    /// Packed chunks scattered.
+    pub chunks_scattered: u64,
     /// Statuses for other lives of a room or other grants; ignored.
     pub status_stale: u64,
     /// Live rooms.
     pub rooms: usize,
     /// Grants whose pages are still out.
     pub grants: usize,
+    /// Places taken in the staging ring.
+    pub ring_places: usize,
 }
 
 #[derive(Debug)]
@@ -239,6 +266,8 @@ struct Grant {
     pages: Granted,
     shown: Vec<Shown>,
     phase: Phase,
+    /// Scatters of ours that write its pages. Until they end no proof about others frees anything.
+    scattering: u32,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -287,6 +316,7 @@ pub struct Receiver {
     grants: BTreeMap<Serial, Grant>,
     holds: BTreeSet<(Time, Serial)>,
     next_serial: u64,
+    stage: Option<StageReceiver>,
     tombs: Tombs,
     actions: VecDeque<Action>,
     events: VecDeque<Event>,
@@ -325,6 +355,7 @@ impl Receiver {
             grants: BTreeMap::new(),
             holds: BTreeSet::new(),
             next_serial: 1,
+            stage: config.staging.map(|r| StageReceiver::new(r.bytes, r.chunks_max as usize)),
             actions: VecDeque::new(),
             events: VecDeque::new(),
             stats: ReceiverStats::default(),
@@ -353,6 +384,7 @@ impl Receiver {
             link: self.link.stats,
             rooms: self.rooms.len(),
             grants: self.grants.len(),
+            ring_places: self.stage.as_ref().map_or(0, |s| s.ring().taken()),
             ..self.stats
         }
     }
@@ -481,9 +513,10 @@ impl Receiver {
             contacts.iter().map(|&peer| Shown { peer, inc: Incarnation::UNKNOWN, evidence: None }).collect();
         if self.config.revoke {
             let tag = Tag::new(self.link.me(), serial);
-            self.actions.push_back(Action::Allow { tag, dest: pages.destination().clone() });
+            let dest = pages.destination().clone();
+            self.actions.push_back(Action::Allow { tag, dest, ring: Vec::new() });
         }
-        self.grants.insert(serial, Grant { key, pages, shown, phase: Phase::Live });
+        self.grants.insert(serial, Grant { key, pages, shown, phase: Phase::Live, scattering: 0 });
         self.refresh_floor();
         if let Some(room) = self.rooms.get_mut(&key) {
             room.serial = Some(serial);
@@ -494,6 +527,16 @@ impl Receiver {
         }
         self.publish(now, key);
         Ok(serial)
+    }
+
+    /// Pages a top-up needs when the prefix of a granted room breaks at `from`; the window may reach into the gap.
+    /// `None` if there is no such room, or nothing is missing.
+    #[must_use]
+    pub fn want_topup(&self, key: RoomKey, from: u32) -> Option<Want> {
+        let room = self.rooms.get(&key).filter(|r| r.serial.is_some() && from < r.prefix)?;
+        let tokens = room.spec.prompt.tokens;
+        let (new, old) = (self.want(tokens, from), self.want(tokens, room.prefix));
+        Some(Want { full: new.full - old.full, window: new.window - old.window, state: 0, ring: 0 })
     }
 
     /// The local part of the prefix is in place.
@@ -616,6 +659,10 @@ impl Receiver {
             Body::MetadataAck => self.on_metadata_ack(now, peer, key, serial),
             Body::AbortReply(q) => self.on_abort_reply(peer, key, serial, q),
             Body::Status(s) => self.on_status(now, peer, key, serial, s),
+            Body::StageAsk { chunk, first, pages, bytes } => {
+                self.on_stage_ask(now, peer, ChunkId { key, serial, chunk }, Block { first, pages, bytes });
+            }
+            Body::StageReady { chunk } => self.on_stage_ready(now, peer, ChunkId { key, serial, chunk }),
             _ => {}
         }
     }

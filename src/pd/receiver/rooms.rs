@@ -37,6 +37,7 @@ impl Receiver {
             attach: reg.attach,
             floor: reg.barrier.max(self.link.floor),
             blob: self.blob.clone(),
+            ring: self.config.staging,
         }));
         self.link.send_until(now, peer, Slot::Register, RoomKey::default(), Serial(0), body);
     }
@@ -250,7 +251,8 @@ impl Receiver {
     /// Success: every contact reported, the bytes are those that were planned, the prefix is in place.
     pub(super) fn check_complete(&mut self, now: Time, key: RoomKey) {
         let Some(room) = self.rooms.get(&key) else { return };
-        if room.local.is_some() || room.restore == Restore::Pending || !room.published {
+        let scattering = room.serial.and_then(|s| self.grants.get(&s)).is_some_and(|g| g.scattering > 0);
+        if room.local.is_some() || room.restore == Restore::Pending || !room.published || scattering {
             return;
         }
         let reports: Vec<u64> = room.reported.iter().flatten().map(|r| r.bytes).collect();
@@ -303,6 +305,9 @@ impl Receiver {
         }
         match outcome {
             Ok(()) => {
+                if let (Some(stage), Some(serial)) = (&mut self.stage, room.serial) {
+                    stage.close(key, serial);
+                }
                 let Some(pages) = room.serial.and_then(|s| self.commit(s)) else { return };
                 self.stats.rooms_done += 1;
                 let aux = room.reported.iter().flatten().map(|r| &r.aux).find(|a| !a.is_empty());
@@ -380,38 +385,29 @@ impl Receiver {
         from: u32,
         pages: Granted,
     ) -> Result<(), (Refused, Granted)> {
+        let want = self.want_topup(key, from);
         let Some(room) = self.rooms.get_mut(&key) else { return Err((Refused::NoRoom, pages)) };
         let Some(serial) = room.serial else { return Err((Refused::NoRoom, pages)) };
-        let units = self.layout.units(Component::Full);
-        let d = pages.destination();
-        let only_full = d.units() as usize == d.full.len() && d.full.iter().all(|&p| p < units);
         let Some(grant) = self.grants.get_mut(&serial) else { return Err((Refused::NoRoom, pages)) };
-        let split = self.layout.split.size;
-        // The window list was granted for the old prefix; a gap that reaches into it cannot be topped up.
-        let (tokens, ps, window) =
-            (room.spec.prompt.tokens, self.layout.page_tokens, self.layout.window_tokens);
-        let first = |prefix| window_first_page(prefix, tokens, window, ps);
-        let window_stays = !self.layout.has(Component::Window) || first(from) == first(room.prefix);
-        let fits = from < room.prefix
-            && from.is_multiple_of(split)
-            && d.full.len() as u32 * split == room.prefix - from;
-        if !only_full || !fits || !window_stays {
+        let d = pages.destination();
+        let got = [&d.full, &d.window, &d.state, &d.ring].map(|l| l.len() as u32);
+        let inside = d.full.iter().all(|&p| p < self.layout.units(Component::Full))
+            && d.window.iter().all(|&p| p < self.layout.units(Component::Window));
+        let whole_split = from.is_multiple_of(self.layout.split.size);
+        if want.is_none_or(|w| got != [w.full, w.window, 0, 0]) || !inside || !whole_split {
             return Err((Refused::WrongPages, pages));
         }
         grant.pages.prepend(pages);
         room.prefix = from;
         room.restore = Restore::Ready;
         room.progressed = now;
-        let all = grant.pages.destination().full.clone();
-        if self.config.revoke {
-            let tag = crate::pd::ids::Tag::new(self.link.me(), serial);
-            self.actions.push_back(super::Action::Allow { tag, dest: grant.pages.destination().clone() });
-        }
+        let d = grant.pages.destination();
+        let body = Body::Topup { from, pages: d.full.clone(), window: d.window.clone() };
         let published = room.published;
         let contacts = room.spec.contacts.clone();
+        self.allow(serial);
         for peer in contacts.into_iter().filter(|_| published) {
-            let body = Body::Topup { from, pages: all.clone() };
-            self.link.send_until(now, peer, Slot::Topup, key, serial, body);
+            self.link.send_until(now, peer, Slot::Topup, key, serial, body.clone());
         }
         Ok(())
     }

@@ -40,7 +40,11 @@ impl Sender {
                 attach: r.attach,
                 floor,
                 closed,
+                ring: r.ring.filter(|r| r.bytes > 0),
             };
+            if let Some(ring) = reg.ring {
+                self.staging.set_ring(peer, ring.bytes);
+            }
             self.regs.insert(peer, reg);
         }
         self.raise_floor(peer, r.floor);
@@ -225,6 +229,7 @@ impl Sender {
                 next: meta.prefix,
                 meta: meta.clone(),
                 open_chunks: 0,
+                packed: 0,
                 tail_queued: false,
                 bytes: 0,
                 told: false,
@@ -302,7 +307,7 @@ impl Sender {
         key: RoomKey,
         serial: Serial,
         from: u32,
-        pages: Vec<u32>,
+        (pages, window): (Vec<u32>, Vec<u32>),
     ) {
         if self.is_closed(peer, serial) {
             return;
@@ -312,24 +317,30 @@ impl Sender {
             self.link.send(peer, key, serial, Body::Status(Status::Failed(Reason::SourceReleased)));
             return;
         };
-        let tokens = room.spec.prompt.tokens;
+        let (tokens, ps) = (room.spec.prompt.tokens, self.layout.page_tokens);
         let Some(d) = room.dests.iter_mut().find(|d| d.peer == peer && d.serial == serial) else { return };
         if from >= d.meta.prefix {
             return;
         }
-        let first =
-            |prefix| window_first_page(prefix, tokens, self.layout.window_tokens, self.layout.page_tokens);
-        let window_stays = d.meta.window.is_empty() || first(from) == first(d.meta.prefix);
-        let fits = window_stays
-            && pages.len() == plan.full_dst_pages(tokens, from) as usize
-            && pages.ends_with(&d.meta.full)
-            && pages.iter().all(|&p| p < plan.dst_units(Component::Full));
-        if !fits {
+        let first = |prefix| window_first_page(prefix, tokens, self.layout.window_tokens, ps);
+        let has = |c| plan.dst_units(c) > 0;
+        let window_want = if has(Component::Window) {
+            pages_of(tokens, ps).saturating_sub(first(from)) as usize
+        } else {
+            0
+        };
+        let fits = |list: &[u32], want: usize, old: &[u32], c| {
+            list.len() == want && list.ends_with(old) && list.iter().all(|&p| p < plan.dst_units(c))
+        };
+        let full_want = if has(Component::Full) { plan.full_dst_pages(tokens, from) as usize } else { 0 };
+        if !fits(&pages, full_want, &d.meta.full, Component::Full)
+            || !fits(&window, window_want, &d.meta.window, Component::Window)
+        {
             self.fail(now, key, Reason::BadDestination);
             return;
         }
         let old = d.meta.prefix;
-        let meta = Metadata { prefix: from, full: pages, ..(*d.meta).clone() };
+        let meta = Metadata { prefix: from, full: pages, window, ..(*d.meta).clone() };
         d.meta = Arc::new(meta);
         d.told = false;
         d.acked = false;
@@ -340,6 +351,11 @@ impl Sender {
             // Everything below `next` was ready when it was queued, so the missing front is ready, too.
             let pages = &room.pages[from as usize..old as usize];
             d.open_chunks += self.writes.queue_full(key, d, from, pages, self.config.chunk_pages_max);
+        }
+        // A tail that is queued, or gone, carries the window from where it began then; the rest goes alone.
+        let gap = first(old) - first(from);
+        if let Some(tail) = room.tail.as_ref().filter(|_| d.tail_queued && gap > 0 && window_want > 0) {
+            d.open_chunks += self.writes.queue_window(key, d, tail, first(from), gap);
         }
         self.advance(now, key);
     }

@@ -11,6 +11,7 @@
 //! so no clearing, reuse or late frame of a room can forge an acknowledgement.
 
 mod destinations;
+mod staged;
 mod writes;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -24,6 +25,7 @@ use crate::pd::link::{Heard, Link, LinkConfig, LinkStats, Slot};
 use crate::pd::plan::{Copy, PeerPlan};
 use crate::pd::plant::Plant;
 use crate::pd::reason::{Incompatible, Reason};
+use crate::pd::staging::{ChunkId, StagingBuffers, StagingRing};
 use crate::pd::tomb::Tombs;
 use crate::pd::topo::{Rank, Topology};
 use crate::pd::wire::{Body, Metadata, Prompt, Status};
@@ -59,6 +61,8 @@ pub struct SenderConfig {
     pub closed_max: usize,
     /// Rooms settle by [`Sender::propose`] and [`Sender::decide`] instead of each rank for itself.
     pub collective: bool,
+    /// Gathers chunks of many small pieces into blocks, for peers that take them.
+    pub staging: Option<StagingBuffers>,
 }
 
 impl Default for SenderConfig {
@@ -78,6 +82,7 @@ impl Default for SenderConfig {
             tomb_us: 600_000_000,
             closed_max: 65_536,
             collective: false,
+            staging: None,
         }
     }
 }
@@ -133,6 +138,13 @@ pub enum Action {
         attach: u32,
         /// Descriptor of its transport.
         blob: Vec<u8>,
+    },
+    /// Copy within this rank's memory, sources into a staging buffer. Ends with [`Sender::handle_gathered`].
+    Gather {
+        /// Name of the piece of work.
+        job: u64,
+        /// What; both regions are ours.
+        copies: Vec<Copy>,
     },
     /// Copy. Ends with [`Sender::handle_done`], exactly one terminal report per write.
     Write {
@@ -197,6 +209,8 @@ pub struct SenderStats {
     pub bytes_written: u64,
     /// Writes posted again.
     pub retries: u64,
+    /// Chunks that went as one packed block.
+    pub chunks_packed: u64,
     /// Chunks dropped by a guard before they were posted.
     pub chunks_dropped: u64,
     /// Completions for writes that are not known; ignored.
@@ -209,6 +223,8 @@ pub struct SenderStats {
     pub orphans: usize,
     /// Writes posted.
     pub in_flight: usize,
+    /// Packed chunks under way, and gathers.
+    pub staged: usize,
     /// Writes whose end could not be proved; their sources stay pinned.
     pub unproven: usize,
     /// Closed rooms remembered.
@@ -228,6 +244,7 @@ struct Reg {
     attach: u32,
     floor: Serial,
     closed: BTreeSet<Serial>,
+    ring: Option<StagingRing>,
 }
 
 #[derive(Debug)]
@@ -241,6 +258,8 @@ struct Dest {
     next: u32,
     /// Chunks queued or posted.
     open_chunks: u32,
+    /// Chunks packed so far: the name of the next.
+    packed: u32,
     tail_queued: bool,
     bytes: u64,
     /// Success was sent for the bytes above.
@@ -297,6 +316,7 @@ pub struct Sender {
     orphan_count: usize,
     tombs: Tombs,
     writes: writes::Writes,
+    staging: staged::Staging,
     actions: VecDeque<Action>,
     events: VecDeque<Event>,
     stats: SenderStats,
@@ -319,6 +339,7 @@ impl Sender {
             link: Link::new(me, config.link),
             tombs: Tombs::new(config.tombs_max, config.tomb_us),
             writes: writes::Writes::default(),
+            staging: staged::Staging::new(config.staging, config.link.resend_us),
             config,
             topo,
             rank,
@@ -363,6 +384,7 @@ impl Sender {
             rooms: self.rooms.len(),
             orphans: self.orphan_count,
             in_flight: self.writes.in_flight(),
+            staged: self.staging.len() + self.staging.gathering(),
             unproven: self.writes.unproven(),
             tombs: self.tombs.len(),
             closed: self.regs.values().map(|r| r.closed.len()).sum(),
@@ -487,10 +509,10 @@ impl Sender {
         }
     }
 
-    /// Whether no write is posted or unproven.
+    /// Whether no write is posted or unproven, and nothing is being gathered.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
-        self.writes.in_flight() == 0 && self.writes.unproven() == 0
+        self.writes.in_flight() == 0 && self.writes.unproven() == 0 && self.staging.gathering() == 0
     }
 
     /// The votes of this rank on the rooms of a tick, for a collective group.
@@ -553,7 +575,15 @@ impl Sender {
             Body::Metadata(m) => self.on_metadata(now, peer, frame.head.from, key, serial, *m),
             Body::Abort { floor } => self.on_abort(now, peer, key, serial, floor),
             Body::StatusAck => self.on_status_ack(now, peer, key, serial),
-            Body::Topup { from, pages } => self.on_topup(now, peer, key, serial, from, pages),
+            Body::Topup { from, pages, window } => {
+                self.on_topup(now, peer, key, serial, from, (pages, window));
+            }
+            Body::StageGrant { chunk, at, tail } => {
+                self.on_stage_grant(now, peer, ChunkId { key, serial, chunk }, at, tail);
+            }
+            Body::StageTaken { chunk, tail } => {
+                self.on_stage_taken(now, peer, ChunkId { key, serial, chunk }, tail);
+            }
             Body::Ping { floor, .. } => self.raise_floor(peer, floor),
             // Answers to us, or for the other side: nothing to do.
             _ => {}
@@ -586,6 +616,7 @@ impl Sender {
             self.wakes.remove(&(at, key));
             self.wake_room(now, key);
         }
+        self.drive_staging(now);
     }
 
     /// When [`Self::handle_timeout`] is due.
@@ -593,7 +624,8 @@ impl Sender {
     pub fn poll_timeout(&self) -> Option<Time> {
         let orphan = self.orphan_ages.first().map(|o| o.0 + self.config.orphan_us);
         let wake = self.wakes.first().map(|w| w.0);
-        self.link.poll_timeout().into_iter().chain(wake).chain(orphan).min()
+        let staging = self.staging.poll_timeout();
+        self.link.poll_timeout().into_iter().chain(wake).chain(orphan).chain(staging).min()
     }
 
     /// The next frame to send.
@@ -646,6 +678,8 @@ impl Sender {
         }
         room.local = Some(Err(reason));
         room.settled_at = now;
+        self.staging.drop_room(key);
+        let Some(room) = self.rooms.get_mut(&key) else { return };
         let dests: Vec<(PeerId, Serial)> = room.dests.iter().map(|d| (d.peer, d.serial)).collect();
         let known: BTreeSet<PeerId> = dests.iter().map(|d| d.0).collect();
         let waiting: Vec<PeerId> = room.announced.difference(&known).copied().collect();
@@ -712,6 +746,7 @@ impl Sender {
             return;
         }
         if let Some(room) = self.rooms.remove(&key) {
+            self.staging.drop_room(key);
             self.wakes.remove(&(room.wake, key));
             if room.local == Some(Ok(())) {
                 for d in &room.dests {
@@ -741,6 +776,7 @@ impl Sender {
         }
         if reason == Reason::PeerReplaced {
             self.regs.remove(&peer);
+            self.staging.drop_peer(peer);
         }
         self.pump(now);
     }

@@ -15,6 +15,7 @@ use crate::pd::link::Slot;
 use crate::pd::plan::{Copy, FullChunk, PeerPlan, PlanError};
 use crate::pd::plant::Plant;
 use crate::pd::reason::Reason;
+use crate::pd::staging::ChunkId;
 use crate::pd::wire::{Body, Metadata, Quiet, Status};
 
 #[derive(Clone, Debug)]
@@ -23,17 +24,31 @@ enum Part {
     Full(u32, Box<[u32]>),
     /// Everything else, once per destination.
     Tail(Arc<Tail>),
+    /// Window pages in front of those that went with the tail: position and number.
+    Window(Arc<Tail>, u32, u32),
 }
 
 #[derive(Clone, Debug)]
-struct Chunk {
-    key: RoomKey,
-    peer: PeerId,
-    inc: Incarnation,
-    serial: Serial,
+pub(super) struct Chunk {
+    pub(super) key: RoomKey,
+    pub(super) peer: PeerId,
+    pub(super) inc: Incarnation,
+    pub(super) serial: Serial,
     dest: Arc<Metadata>,
     part: Part,
-    tries: u8,
+    pub(super) tries: u8,
+    /// The other side has no place for it as a block.
+    pub(super) unpacked: bool,
+}
+
+impl Chunk {
+    /// First position and number of pages, if it is one of full-attention pages.
+    pub(super) fn span(&self) -> Option<(u32, u32)> {
+        match &self.part {
+            Part::Full(first, pages) => Some((*first, pages.len() as u32)),
+            _ => None,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -42,6 +57,8 @@ struct Flight {
     bytes: u64,
     /// The end could not be proved.
     unproven: bool,
+    /// It is a packed block of this name, read from this buffer, and reads no source.
+    block: Option<(ChunkId, u32)>,
 }
 
 #[derive(Debug, Default)]
@@ -102,10 +119,29 @@ impl Writes {
         }
         n
     }
+
+    /// Queues window pages that a tail of before did not carry, and returns how many chunks that are.
+    pub(super) fn queue_window(
+        &mut self,
+        key: RoomKey,
+        d: &Dest,
+        tail: &Arc<Tail>,
+        first: u32,
+        n: u32,
+    ) -> u32 {
+        self.queue.push_back(chunk(key, d, Part::Window(tail.clone(), first, n)));
+        1
+    }
+
+    /// Puts a chunk back in front of the queue.
+    pub(super) fn requeue(&mut self, chunk: Chunk) {
+        self.queue.push_front(chunk);
+    }
 }
 
 fn chunk(key: RoomKey, d: &Dest, part: Part) -> Chunk {
-    Chunk { key, peer: d.peer, inc: d.inc, serial: d.serial, dest: d.meta.clone(), part, tries: 0 }
+    let (dest, tries, unpacked) = (d.meta.clone(), 0, false);
+    Chunk { key, peer: d.peer, inc: d.inc, serial: d.serial, dest, part, tries, unpacked }
 }
 
 impl Sender {
@@ -138,7 +174,7 @@ impl Sender {
 
     /// Posts queued chunks while there is room for them.
     pub(super) fn pump(&mut self, now: Time) {
-        while self.writes.in_flight() < self.config.in_flight_max.max(1)
+        while self.writes.in_flight() + self.staging.len() < self.config.in_flight_max.max(1)
             && let Some(chunk) = self.writes.queue.pop_front()
         {
             if !self.guards(&chunk) {
@@ -153,12 +189,16 @@ impl Sender {
             match self.materialise(&plan, &chunk, &mut copies) {
                 Err(_) => self.fail(now, chunk.key, Reason::BadDestination),
                 Ok(0) => self.complete(now, &chunk, 0),
+                Ok(bytes) if self.packs(&plan, &chunk, copies.len(), bytes) => {
+                    self.stage(now, chunk, bytes, copies);
+                }
                 Ok(bytes) => self.post(chunk, attach, bytes, copies),
             }
         }
+        self.drive_staging(now);
     }
 
-    fn guards(&self, c: &Chunk) -> bool {
+    pub(super) fn guards(&self, c: &Chunk) -> bool {
         let room = self.rooms.get(&c.key);
         let live = room.is_some_and(|r| r.local.is_none_or(|o| o.is_ok()));
         if self.plant == Some(Plant::NoRoomGuard) {
@@ -203,19 +243,42 @@ impl Sender {
                 }
                 Ok(bytes)
             }
+            Part::Window(t, first, n) => {
+                if plan.unit_bytes(Component::Window, 1) == 0 {
+                    return Ok(0);
+                }
+                // Sources that the prefill side did not keep come out as a length that does not fit.
+                let skip = first.checked_sub(t.window_first).unwrap_or(u32::MAX) as usize;
+                let src = t.window.get(skip.min(t.window.len())..).unwrap_or_default();
+                let n = *n as usize;
+                let dst = c.dest.window.get(..n).unwrap_or_default();
+                plan.units(Component::Window, src.get(..n).unwrap_or_default(), dst, out)
+            }
         }
     }
 
     fn post(&mut self, chunk: Chunk, attach: u32, bytes: u64, copies: Vec<Copy>) {
-        self.writes.next += 1;
-        let xfer = XferId(self.writes.next);
-        self.writes.busy.entry((chunk.peer, chunk.inc, chunk.serial)).or_default().posted += 1;
         if let Some(room) = self.rooms.get_mut(&chunk.key) {
             room.reading += 1;
         }
+        self.post_as(chunk, attach, bytes, copies, None);
+    }
+
+    /// Posts a write. Without a block it reads sources, which the caller has counted.
+    pub(super) fn post_as(
+        &mut self,
+        chunk: Chunk,
+        attach: u32,
+        bytes: u64,
+        copies: Vec<Copy>,
+        block: Option<(ChunkId, u32)>,
+    ) {
+        self.writes.next += 1;
+        let xfer = XferId(self.writes.next);
+        self.writes.busy.entry((chunk.peer, chunk.inc, chunk.serial)).or_default().posted += 1;
         let tag = Tag::new(chunk.inc, chunk.serial);
         self.actions.push_back(Action::Write { xfer, peer: chunk.peer, attach, tag, copies });
-        self.writes.flights.insert(xfer, Flight { chunk, bytes, unproven: false });
+        self.writes.flights.insert(xfer, Flight { chunk, bytes, unproven: false, block });
     }
 
     /// A write ended. A second report of one that ended without proof settles it; everything else that is
@@ -232,6 +295,9 @@ impl Sender {
                 return;
             }
             flight.unproven = true;
+            if let Some((id, _)) = flight.block {
+                self.staging.lose_block(flight.chunk.peer, id);
+            }
             let key = flight.chunk.key;
             let slot = (flight.chunk.peer, flight.chunk.inc, flight.chunk.serial);
             self.writes.unproven += 1;
@@ -245,24 +311,37 @@ impl Sender {
             return;
         }
         let Some(flight) = self.writes.flights.remove(&xfer) else { return };
-        let c = flight.chunk;
+        let (c, block) = (flight.chunk, flight.block);
         let slot = (c.peer, c.inc, c.serial);
         if was_unproven {
             self.writes.unproven -= 1;
+            if block.is_some() {
+                self.staging.find_buffer();
+            }
         }
         if let Some(b) = self.writes.busy.get_mut(&slot) {
             if was_unproven { b.unproven -= 1 } else { b.posted -= 1 }
         }
-        if let Some(room) = self.rooms.get_mut(&c.key) {
-            room.reading -= 1;
+        match block {
+            Some((_, buffer)) => self.staging.free_buffer(buffer),
+            None => {
+                if let Some(room) = self.rooms.get_mut(&c.key) {
+                    room.reading -= 1;
+                }
+            }
         }
         match outcome {
             _ if was_unproven => {}
             Outcome::Ok { bytes } if bytes == flight.bytes => {
                 self.stats.bytes_written += bytes;
-                self.complete(now, &c, bytes);
+                match block {
+                    // Complete when the other side has taken it out of the ring.
+                    Some((id, _)) => self.staging.written(now, c.peer, id),
+                    None => self.complete(now, &c, bytes),
+                }
             }
-            _ if c.tries < self.config.retries_max && self.guards(&c) => {
+            _ if block.is_some_and(|(id, _)| self.block_again(now, &c, id)) => {}
+            _ if block.is_none() && c.tries < self.config.retries_max && self.guards(&c) => {
                 self.stats.retries += 1;
                 self.writes.queue.push_front(Chunk { tries: c.tries + 1, ..c.clone() });
             }
@@ -287,7 +366,14 @@ impl Sender {
     }
 
     /// Fails the room, or tells the one destination if the room has succeeded already (a top-up broke).
-    fn fail_or_tell(&mut self, now: Time, key: RoomKey, peer: PeerId, serial: Serial, reason: Reason) {
+    pub(super) fn fail_or_tell(
+        &mut self,
+        now: Time,
+        key: RoomKey,
+        peer: PeerId,
+        serial: Serial,
+        reason: Reason,
+    ) {
         if self.rooms.get(&key).is_some_and(|r| r.local == Some(Ok(()))) && !self.is_closed(peer, serial) {
             self.link.send_until(now, peer, Slot::Status, key, serial, Body::Status(Status::Failed(reason)));
         } else {
@@ -312,7 +398,7 @@ impl Sender {
         }
     }
 
-    fn complete(&mut self, now: Time, c: &Chunk, bytes: u64) {
+    pub(super) fn complete(&mut self, now: Time, c: &Chunk, bytes: u64) {
         let Some(room) = self.rooms.get_mut(&c.key) else { return };
         let Some(d) = room.dests.iter_mut().find(|d| (d.peer, d.serial) == (c.peer, c.serial)) else {
             return;

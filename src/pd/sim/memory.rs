@@ -11,6 +11,10 @@ pub(super) const CELL: u64 = 8;
 pub(super) const PAGE_TOKENS: u32 = 2;
 pub(super) const WINDOW_TOKENS: u32 = 3;
 pub(super) const HEADS: u32 = 2;
+/// Behind the entries of every rank: buffers on a prefill rank, the ring on a decode rank.
+pub(super) const STAGE_BYTES: u64 = 2048;
+/// The largest block: two pages of four layers, K and V, both heads.
+pub(super) const BLOCK_BYTES: u64 = 512;
 
 /// What the model of a seed is made of.
 #[derive(Clone, Debug)]
@@ -112,7 +116,7 @@ pub(super) fn layout(
         page_tokens: PAGE_TOKENS,
         window_tokens: WINDOW_TOKENS,
         split: TokenSplit::NONE,
-        regions: vec![base],
+        regions: vec![base + STAGE_BYTES],
         entries,
     }
 }
@@ -122,6 +126,11 @@ impl Memory {
         let cells = vec![0; (layout.regions[0] / CELL) as usize];
         let free = |n: u32| vec![Owner::Free; n as usize];
         Memory { layout, topo, rank, cells, owners: [free(pages), free(pages), free(slots)] }
+    }
+
+    /// Where the bytes for staging begin.
+    pub(super) fn stage_base(&self) -> u64 {
+        stage_base(&self.layout)
     }
 
     pub(super) fn has(&self, c: Component) -> bool {
@@ -260,6 +269,11 @@ impl Memory {
         let at = (c.dst_off / CELL) as usize;
         self.cells[at..at + data.len()].copy_from_slice(data);
     }
+}
+
+/// Where the bytes for staging begin.
+pub(super) fn stage_base(l: &Layout) -> u64 {
+    l.regions[0] - STAGE_BYTES
 }
 
 /// First page of the window of a prompt on a rank that has `prefix` pages.

@@ -8,7 +8,9 @@
 
 mod memory;
 mod nodes;
+mod reasons;
 mod schedule;
+mod staging;
 mod transport;
 
 use std::cmp::Reverse;
@@ -126,6 +128,10 @@ pub struct Report {
     pub landings: u64,
     /// Prefixes that broke and were topped up.
     pub topups: u64,
+    /// Of them those that reached into the window.
+    pub window_topups: u64,
+    /// Packed chunks scattered.
+    pub scatters: u64,
     /// Digest of everything that happened: equal runs have equal digests.
     pub digest: u64,
 }
@@ -183,6 +189,12 @@ enum Ev {
         write: u64,
         how: u8,
     },
+    /// A gather or a scatter inside one rank is done.
+    Local {
+        node: usize,
+        life: u32,
+        id: u64,
+    },
     Fence {
         node: usize,
         life: u32,
@@ -237,6 +249,9 @@ struct Params {
     tombs: usize,
     in_flight: usize,
     quarantine_units_max: u32,
+    /// Bytes of the staging rings; 0: no staging.
+    ring: u64,
+    buffers: u32,
 }
 
 struct World {
@@ -251,6 +266,8 @@ struct World {
     memories: Vec<Memory>,
     writes: BTreeMap<u64, transport::Write>,
     next_write: u64,
+    locals: BTreeMap<u64, staging::Local>,
+    reasons: reasons::Reasons,
     requests: BTreeMap<RoomKey, Request>,
     epochs: BTreeMap<u64, u32>,
     ballots: BTreeMap<u64, nodes::Sealed>,
@@ -349,6 +366,7 @@ impl World {
 
     /// Puts a frame on the way.
     fn post(&mut self, from: PeerId, to: PeerId, bytes: Vec<u8>) {
+        self.watch_reason(from, &bytes);
         let cut = self.cuts.contains(&(from, to));
         if cut || (!self.calm && self.rng.chance(self.p.loss)) {
             return;
@@ -404,6 +422,7 @@ impl World {
             Ev::Timer { node, life } => self.timer(node, life),
             Ev::Land { write, part } => self.land(write, part),
             Ev::Complete { write, how } => self.complete_write(write, how),
+            Ev::Local { node, life, id } => self.local_copy(node, life, id),
             Ev::Fence { node, life, peer, inc, attach } => self.fence(node, life, peer, inc, attach),
             Ev::Revoke { node, life, serial } => self.revoked(node, life, serial),
             Ev::Schedule(step) => self.scheduler(step),

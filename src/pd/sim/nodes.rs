@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::memory::{Memory, Model, Owner, layout};
 use super::schedule::Step;
+use super::staging::Local;
 use super::{Ev, Faults, Options, Params, Rng, Strength, World};
 use crate::base::Time;
 use crate::pd::agree::{Ballot, Vote, combine};
@@ -41,6 +42,9 @@ pub(super) struct Node {
     /// Where the prefix of a room ends now, after top-ups.
     pub(super) prefix: BTreeMap<RoomKey, u32>,
     pub(super) sources: BTreeMap<RoomKey, super::schedule::Sources>,
+    /// Grants of rooms, and those that have ended: nothing may land for them, in the ring either.
+    pub(super) granted: BTreeMap<RoomKey, Serial>,
+    pub(super) ended: BTreeSet<Serial>,
 }
 
 #[derive(Debug)]
@@ -86,6 +90,9 @@ impl World {
             tombs: if rng.chance(50) { 1 } else { 1000 },
             in_flight: 1 + rng.below(6) as usize,
             quarantine_units_max: if rng.chance(30) { 8 } else { 1000 },
+            // From one block to four; whole cells.
+            ring: if rng.chance(50) { 512 + 8 * rng.below(193) } else { 0 },
+            buffers: 1 + rng.below(4) as u32,
         };
         World {
             o,
@@ -99,6 +106,8 @@ impl World {
             memories: Vec::new(),
             writes: BTreeMap::new(),
             next_write: 0,
+            locals: BTreeMap::new(),
+            reasons: Default::default(),
             requests: BTreeMap::new(),
             epochs: BTreeMap::new(),
             ballots: BTreeMap::new(),
@@ -146,6 +155,8 @@ impl World {
                         done: BTreeMap::new(),
                         prefix: BTreeMap::new(),
                         sources: BTreeMap::new(),
+                        granted: BTreeMap::new(),
+                        ended: BTreeSet::new(),
                     });
                     self.nodes.len() - 1
                 })
@@ -226,12 +237,13 @@ impl World {
             let inc = Incarnation(self.rng.next() | 1);
             let collective = topo.replica_ranks() > 1;
             let machine = if prefill {
-                let mut m = Sender::new(inc, self.sender_config(collective), topo.clone(), rank, l.clone())
+                let c = SenderConfig { staging: self.buffers_of(&l), ..self.sender_config(collective) };
+                let mut m = Sender::new(inc, c, topo.clone(), rank, l.clone())
                     .expect("the layouts of the simulator are valid");
                 m.plant(self.o.plant);
                 Machine::P(Box::new(m))
             } else {
-                let c = self.receiver_config(collective);
+                let c = ReceiverConfig { staging: self.ring_of(&l), ..self.receiver_config(collective) };
                 let mut m = Receiver::new(inc, c, life_tag, topo.clone(), rank, l.clone(), vec![n as u8])
                     .expect("the layouts of the simulator are valid");
                 m.plant(self.o.plant);
@@ -252,6 +264,8 @@ impl World {
             node.done.clear();
             node.prefix.clear();
             node.sources.clear();
+            node.granted.clear();
+            node.ended.clear();
             self.say("world", || format!("{} starts as {inc:?}", name(prefill, n)));
             self.drain(n);
         }
@@ -363,8 +377,8 @@ impl World {
                     (f, a, None, e, None)
                 }
                 Some(Machine::D(m)) => {
-                    let f = m.poll_transmit();
-                    let a = if f.is_none() { m.poll_action() } else { None };
+                    let a = m.poll_action();
+                    let f = if a.is_none() { m.poll_transmit() } else { None };
                     let e = if f.is_none() && a.is_none() { m.poll_event() } else { None };
                     (f, None, a, None, e)
                 }
@@ -373,8 +387,12 @@ impl World {
             if let Some((to, bytes)) = frame {
                 self.post(from, to, bytes);
             } else if let Some(a) = p_act {
-                if let sender::Action::Write { xfer, peer, attach, tag, copies } = a {
-                    self.post_write(n, xfer, peer, attach, tag, copies);
+                match a {
+                    sender::Action::Write { xfer, peer, attach, tag, copies } => {
+                        self.post_write(n, xfer, peer, attach, tag, copies);
+                    }
+                    sender::Action::Gather { job, copies } => self.start_gather(n, job, copies),
+                    sender::Action::Attach { .. } => {}
                 }
             } else if let Some(a) = d_act {
                 self.target_action(n, a);
@@ -407,6 +425,7 @@ impl World {
             receiver::Action::Allow { tag, .. } => {
                 self.nodes[n].allowed.insert(tag.serial().0);
             }
+            receiver::Action::Scatter { id, copies } => self.start_local(n, Local::Scatter { id, copies }),
             receiver::Action::Forget { tag } => {
                 self.nodes[n].allowed.remove(&tag.serial().0);
             }
@@ -553,6 +572,9 @@ impl World {
                     if s.in_flight != 0 {
                         bad.push(("I4", format!("{who} has {} writes posted", s.in_flight)));
                     }
+                    if s.unproven == 0 && s.staged != 0 {
+                        bad.push(("leak", format!("{who} keeps {} packed chunks", s.staged)));
+                    }
                     if s.unproven == 0 && (s.rooms != 0 || sources != 0) {
                         bad.push(("leak", format!("{who} keeps {} rooms and {sources} sources", s.rooms)));
                     }
@@ -569,6 +591,9 @@ impl World {
                     let tree = mem.count(|o| matches!(o, Owner::Tree(_)));
                     if s.rooms != 0 {
                         bad.push(("I4", format!("{who} has {} rooms", s.rooms)));
+                    }
+                    if out == 0 && s.ring_places != 0 {
+                        bad.push(("I18", format!("{who} keeps {} places of its ring", s.ring_places)));
                     }
                     if out != s.quarantine_units as usize || tree != 0 {
                         bad.push((

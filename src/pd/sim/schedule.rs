@@ -4,7 +4,7 @@
 use super::memory::{Owner, pages, window_first};
 use super::nodes::{Machine, name};
 use super::{Ev, Faults, World};
-use crate::pd::grant::{Destination, Granted, Released};
+use crate::pd::grant::{Destination, Granted, Released, Want};
 use crate::pd::ids::{RoomKey, Serial};
 use crate::pd::layout::Component;
 use crate::pd::receiver::{self, Arrived, RecvSpec};
@@ -248,6 +248,9 @@ impl World {
         match e {
             sender::Event::Done { key, outcome } => {
                 self.say(&name(true, n), || format!("{key:?} ends: {outcome:?}"));
+                if let Err(reason) = outcome {
+                    self.check_sender_reason(self.nodes[n].inc, key, reason);
+                }
                 if self.nodes[n].done.insert(key, outcome.is_ok()).is_some() {
                     self.violation("I3", format!("node {n} ended {key:?} twice"));
                 }
@@ -330,6 +333,7 @@ impl World {
         match m.grant(now, key, Granted::new(dest.clone()), r.prefix, r.restore) {
             Ok(serial) => {
                 self.own(n, &dest, Owner::Grant(serial));
+                self.nodes[n].granted.insert(key, serial);
                 self.nodes[n].prefix.insert(key, r.prefix);
                 self.say(&name(false, n), || format!("grants {serial:?} to {key:?}: {dest:?}"));
                 if r.restore {
@@ -363,40 +367,47 @@ impl World {
         }
         let breaks = self.rng.chance(40);
         let from = self.rng.below(u64::from(prefix.max(1))) as u32;
-        let mem = &mut self.memories[self.nodes[n].mem];
-        let hold = Owner::Grant(Serial(u64::MAX));
-        let pages = if breaks && mem.has(Component::Full) {
-            mem.take(Component::Full, prefix - from, hold)
-        } else {
-            None
-        };
-        let full = pages.clone().unwrap_or_default();
         let Some(Machine::D(m)) = &mut self.nodes[n].machine else { return };
         if !breaks {
             m.handle_restored(now, key);
-        } else {
-            let given = pages.map(|p| Granted::new(Destination { full: p, ..Destination::default() }));
-            let topped = given.is_some();
-            match m.handle_restore_failed(now, key, from, given) {
-                Ok(()) if topped => {
-                    self.nodes[n].prefix.insert(key, from);
-                    self.report.topups += 1;
-                    let serial = self.serial_of(n, key);
-                    self.memories[self.nodes[n].mem].set_owner(Component::Full, &full, Owner::Grant(serial));
-                    self.say(&name(false, n), || {
-                        format!("prefix of {key:?} broke at page {from}, tops up {full:?}")
-                    });
-                }
-                Ok(()) => {}
-                Err(_) => {
-                    self.memories[self.nodes[n].mem].set_owner(Component::Full, &full, Owner::Free);
-                    if let Some(Machine::D(m)) = &mut self.nodes[n].machine {
-                        let _ = m.handle_restore_failed(now, key, from, None);
-                    }
+            self.drain(n);
+            return;
+        }
+        let gap = m.want_topup(key, from).and_then(|want| self.take_gap(n, want));
+        let given = gap.clone().map(Granted::new);
+        let Some(Machine::D(m)) = &mut self.nodes[n].machine else { return };
+        match (m.handle_restore_failed(now, key, from, given), gap) {
+            (Ok(()), Some(d)) => {
+                self.nodes[n].prefix.insert(key, from);
+                self.report.topups += 1;
+                self.report.window_topups += u64::from(!d.window.is_empty());
+                let serial = self.serial_of(n, key);
+                self.own(n, &d, Owner::Grant(serial));
+                self.say(&name(false, n), || {
+                    format!("prefix of {key:?} broke at page {from}, tops up {d:?}")
+                });
+            }
+            (Ok(()), None) => {}
+            (Err(_), gap) => {
+                self.own(n, &gap.unwrap_or_default(), Owner::Free);
+                if let Some(Machine::D(m)) = &mut self.nodes[n].machine {
+                    let _ = m.handle_restore_failed(now, key, from, None);
                 }
             }
         }
         self.drain(n);
+    }
+
+    /// Pages for a gap, all or none.
+    fn take_gap(&mut self, n: usize, want: Want) -> Option<Destination> {
+        let hold = Owner::Grant(Serial(u64::MAX));
+        let mem = &mut self.memories[self.nodes[n].mem];
+        let full = mem.take(Component::Full, want.full, hold)?;
+        let Some(window) = mem.take(Component::Window, want.window, hold) else {
+            mem.set_owner(Component::Full, &full, Owner::Free);
+            return None;
+        };
+        Some(Destination { full, window, ..Destination::default() })
     }
 
     fn serial_of(&self, n: usize, key: RoomKey) -> Serial {
@@ -426,7 +437,10 @@ impl World {
                 }
                 match outcome {
                     Ok(arrived) => self.arrived(n, key, arrived),
-                    Err(_) => self.report.failed += 1,
+                    Err(reason) => {
+                        self.report.failed += 1;
+                        self.check_receiver_reason(n, key, reason);
+                    }
                 }
             }
             receiver::Event::Released { key, pages } => self.released(n, key, pages),
@@ -436,6 +450,7 @@ impl World {
 
     fn released(&mut self, n: usize, key: RoomKey, pages: Released) {
         self.count_release(pages.how());
+        self.nodes[n].ended.insert(pages.serial());
         self.say(&name(false, n), || format!("{key:?} gives {:?} back: {:?}", pages.serial(), pages.how()));
         let d = pages.into_destination();
         for (c, units) in
@@ -449,6 +464,9 @@ impl World {
 
     fn arrived(&mut self, n: usize, key: RoomKey, a: Arrived) {
         self.report.arrived += 1;
+        if let Some(serial) = self.nodes[n].granted.get(&key).copied() {
+            self.nodes[n].ended.insert(serial);
+        }
         let tokens = self.requests[&key].tokens;
         let prefix = self.nodes[n].prefix.get(&key).copied().unwrap_or(0);
         if a.aux != key.epoch.to_le_bytes() {
@@ -458,8 +476,7 @@ impl World {
         let mem = &self.memories[self.nodes[n].mem];
         let lists = [
             (Component::Full, &d.full, prefix),
-            // The window was granted for the prefix of then; a top-up does not move it.
-            (Component::Window, &d.window, window_first(self.requests[&key].prefix, tokens)),
+            (Component::Window, &d.window, window_first(prefix, tokens)),
             (Component::State, &d.state, 0),
         ];
         let wrong = lists.iter().find_map(|(c, units, first)| mem.verify(key, tokens, *c, units, *first));

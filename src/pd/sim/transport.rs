@@ -22,6 +22,8 @@ pub(super) struct Write {
     parts: u32,
     /// Room the sources belonged to when the write was posted.
     room: Option<RoomKey>,
+    /// It reads a staging buffer, not sources.
+    packed: bool,
     refused: bool,
 }
 
@@ -42,8 +44,10 @@ impl World {
         let to = peer.0 as usize;
         self.next_write += 1;
         let id = self.next_write;
-        let room = self.source_room(self.nodes[n].mem, &copies);
-        if room.is_none() {
+        let mem = self.nodes[n].mem;
+        let packed = copies.first().is_some_and(|c| c.src_off >= self.memories[mem].stage_base());
+        let room = self.source_room(mem, &copies);
+        if room.is_none() && !packed {
             self.violation("I2", format!("node {n} posts {xfer:?} from pages that are not one room's"));
         }
         // Memory of a process is reached by what that process registered, never by its successor's.
@@ -62,6 +66,7 @@ impl World {
             copies,
             parts,
             room,
+            packed,
             refused: false,
         };
         self.say("write", || format!("{xfer:?} from node {n} to node {to} for {:?} of {room:?}", w.serial));
@@ -92,7 +97,7 @@ impl World {
         }
     }
 
-    fn source_room(&self, mem: usize, copies: &[Copy]) -> Option<RoomKey> {
+    pub(super) fn source_room(&self, mem: usize, copies: &[Copy]) -> Option<RoomKey> {
         let mut room = None;
         for c in copies {
             for (_, _, owner) in self.memories[mem].owners_of(c.src_off, c.len) {
@@ -124,12 +129,21 @@ impl World {
         let (lo, hi) = (n * part as usize / w.parts as usize, n * (part as usize + 1) / w.parts as usize);
         let copies = w.copies[lo..hi].to_vec();
         let (src, dst, serial, xfer, room) = (w.src_mem, w.dst_mem, w.serial, w.xfer, w.room);
+        let (packed, to) = (w.packed, w.to);
         self.report.landings += 1;
         self.note(id << 8 | u64::from(part));
-        if self.source_room(src, &copies).is_none_or(|r| Some(r) != room) && !copies.is_empty() {
+        let whose = self.source_room(src, &copies);
+        if !packed && whose.is_none_or(|r| Some(r) != room) && !copies.is_empty() {
             self.violation("I2", format!("{xfer:?} reads pages that {room:?} had given back"));
         }
         for c in &copies {
+            if c.dst_off >= self.memories[dst].stage_base() && self.nodes[to].ended.contains(&serial) {
+                self.violation(
+                    "I1",
+                    format!("{xfer:?} for {serial:?} lands in the ring after its grant ended"),
+                );
+                return;
+            }
             for (component, unit, owner) in self.memories[dst].owners_of(c.dst_off, c.len) {
                 if owner != Owner::Grant(serial) {
                     let what = format!(

@@ -304,10 +304,11 @@ impl Adaptive {
         }
     }
 
-    /// A touch or the release of a lock moves a node's last use to now. O(1).
+    /// A touch or the release of a lock moves a node's last use from one time to a later one. O(1), O(log) where that is
+    /// in the past.
     #[inline]
-    pub(super) fn renew(&mut self, tick: u64, now: u64, pages: u32) {
-        self.shadow.renew(tick, now, pages);
+    pub(super) fn renew(&mut self, ticks: (u64, u64), pages: u32) {
+        self.shadow.renew(ticks, pages);
     }
 
     /// `prefix` has become the first `leaf.pages` pages of what was `suffix`; `name` is that of the first page of the

@@ -93,14 +93,17 @@ impl Shadow {
         taken as u32
     }
 
-    /// Moves a use to now. O(1) if it is in the newest bucket already.
+    /// Moves a use to a later time. O(1) if it is in the newest bucket already.
     #[inline]
-    pub(super) fn renew(&mut self, tick: u64, now: u64, pages: u32) {
-        if self.buckets.back().is_some_and(|newest| tick >= newest.start) {
-            return;
+    pub(super) fn renew(&mut self, ticks: (u64, u64), pages: u32) {
+        match self.buckets.back() {
+            Some(newest) if ticks.0 >= newest.start => {}
+            Some(_) if ticks.1 < self.last => self.shift(ticks, pages),
+            _ => {
+                self.take(ticks.0, pages);
+                self.add(ticks.1, pages);
+            }
         }
-        self.take(tick, pages);
-        self.add(now, pages);
     }
 
     /// Moves pages from one time of use to another that is known. O(log).
@@ -190,7 +193,8 @@ mod tests {
         let mut shadow = Shadow::new(0);
         shadow.take(5, 5);
         shadow.add(1, u32::MAX);
-        shadow.renew(0, 9, 7);
+        shadow.renew((0, 9), 7);
+        shadow.renew((0, 3), 7);
         shadow.settle();
         assert_eq!(shadow.take(u64::MAX, u32::MAX), 0);
     }

@@ -112,6 +112,22 @@ impl Tree {
         }
     }
 
+    /// Component pages that a request at the end of a backed-up node needs and that lie on the device and not on the
+    /// host, except those that a copy in flight brings.
+    pub(in crate::tree) fn plan_component_holes(&self, end: u32, copies: &mut Vec<ComponentCopy>) {
+        for (c, at, page, position) in self.needed_places(end) {
+            let node = &self.arena.nodes[at as usize];
+            let run = &self.arena.runs[node.run as usize];
+            let hole = node.host == Residency::Present && run.component_page(c, Tier::Host, page).is_none();
+            if let (true, Some(source)) = (hole, run.component_page(c, Tier::Device, page)) {
+                let copy = ComponentCopy { component: c, position, source };
+                let backups = self.ops.iter().filter(|op| op.target() == Tier::Host);
+                let coming = backups.flat_map(|op| &op.copies).any(|(other, _)| *other == copy);
+                copies.extend((!coming).then_some(copy));
+            }
+        }
+    }
+
     /// Component pages to load so that a request can go on at the end of `target`.
     pub(in crate::tree) fn plan_component_load(&self, target: u32, copies: &mut Vec<ComponentCopy>) {
         copies.clear();

@@ -16,6 +16,7 @@ mod flow;
 use std::ops::Range;
 
 use crate::base::{NodeId, PageId, Tier};
+use crate::key::PageHash;
 
 use super::node::{Arena, NIL, NO_PAGE, ROOT, Run};
 use super::order::Orders;
@@ -47,6 +48,19 @@ pub struct ComponentCopy {
     pub position: u32,
     /// Page to read.
     pub source: PageId,
+}
+
+/// One page of a component to write to a store.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ComponentPut {
+    /// Which component.
+    pub component: Component,
+    /// Place of the page, counted from the root.
+    pub position: u32,
+    /// Host page to read.
+    pub host_page: PageId,
+    /// Name of the place; with the component it names the content.
+    pub hash: PageHash,
 }
 
 /// Pages of components that nobody needs any more.
@@ -231,6 +245,18 @@ impl Tree {
         });
         found.reverse();
         found
+    }
+
+    /// What a request at the end of `end` needs of all components: component, node, page in its run, position.
+    pub(super) fn needed_places(&self, end: u32) -> Vec<(Component, u32, usize, u32)> {
+        let depth = self.arena.nodes[end as usize].end();
+        let present = ALL.into_iter().filter(|&c| self.span(c) > 0);
+        present
+            .flat_map(|c| {
+                let places = self.positions(end, self.needed(c, depth));
+                places.into_iter().map(move |(at, page, position)| (c, at, page, position))
+            })
+            .collect()
     }
 
     fn has(&self, c: Component, at: u32, page: usize, on_host_too: bool) -> bool {

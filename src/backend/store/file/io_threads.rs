@@ -14,8 +14,8 @@ use super::witness::DiskEvent;
 use crate::backend::store::gate::locked;
 use crate::backend::store::regions::HeldSpans;
 
-/// Bytes that are read before they are summed up: they fit into the second-level cache of every core.
-const SUM_BYTES: usize = 256 << 10;
+/// Bytes that are read before they are summed up: they fit into the second-level cache of a server's core (1 MiB).
+const SUM_BYTES: usize = 512 << 10;
 
 /// The alignment that every O_DIRECT device of today accepts for addresses and lengths.
 pub(super) const DIRECT_ALIGN: usize = 4096;

@@ -16,7 +16,7 @@ use crate::backend::store::batch::{Call, Outcome};
 use crate::backend::store::envelope::Kind;
 use crate::backend::store::gate::locked;
 use crate::backend::store::stats::Counters;
-use crate::base::containers::{Map, Set};
+use crate::base::containers::Map;
 
 /// Where a page lies. 16 bytes, so that a million pages cost about 100 MB with their keys.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -361,10 +361,10 @@ impl Log {
     /// Pages of a namespace.
     pub(super) fn pages_of(&self, namespace: NamespaceDigest) -> Vec<(StoreKey, Loc)> {
         let index = locked(&self.index);
-        let ids: Set<u32> = (0..index.spaces.len() as u32)
-            .filter(|&i| index.space(i).is_some_and(|s| s.namespace() == namespace))
-            .collect();
-        index.pages.iter().filter(|(_, l)| ids.contains(&l.space)).map(|(k, l)| (*k, *l)).collect()
+        let of_it = |key: &StoreKey, loc: &Loc| {
+            index.space(loc.space).is_some_and(|space| space.is_cleared_with(key, &namespace))
+        };
+        index.pages.iter().filter(|(k, l)| of_it(k, l)).map(|(k, l)| (*k, *l)).collect()
     }
 }
 

@@ -12,7 +12,7 @@ use super::FileConfig;
 use super::log::{Index, Loc, segment_ids};
 use super::root::{OpenError, Root};
 use super::segment::{Entry, HEAD_BYTES, Head, Segment, Unusable, decode_index, index_name, log_name};
-use crate::backend::identity::NamespaceDigest;
+use crate::backend::identity::{LINKS, NamespaceDigest, StoreKey};
 use crate::backend::store::envelope::{HEADER_BYTES, Header, Kind, MAGIC};
 use crate::base::containers::Map;
 
@@ -178,12 +178,13 @@ impl Loading {
     /// Applies the clearings in one pass, however many there were.
     fn finish(mut self) -> Index {
         if !self.cleared.is_empty() {
+            let tags: Map<[u8; 8], (u32, u32)> = self.cleared.iter().map(|(n, at)| (n.tag(), *at)).collect();
+            let cleared_at = |key: &StoreKey, loc: &Loc| match self.index.space(loc.space)? {
+                space if space.descriptor() == LINKS => tags.get(&key.tag()).copied(),
+                space => self.cleared.get(&space.namespace()).copied(),
+            };
             let gone: Vec<_> = (self.index.pages.iter())
-                .filter(|(_, l)| {
-                    let namespace = self.index.space(l.space).map(|s| s.namespace());
-                    let cleared = namespace.and_then(|n| self.cleared.get(&n));
-                    cleared.is_some_and(|&at| (l.segment, l.unit) < at)
-                })
+                .filter(|(k, l)| cleared_at(k, l).is_some_and(|at| (l.segment, l.unit) < at))
                 .map(|(k, _)| *k)
                 .collect();
             for key in gone {

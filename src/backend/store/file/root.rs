@@ -121,9 +121,13 @@ impl Root {
         &self.path
     }
 
-    /// Lets others open the directory.
+    /// Lets others open the directory. Said in so many words, because closing the file is not enough while another
+    /// thread forks: until the child calls `exec`, it has the lock too.
     pub(super) fn unlock(&self) {
-        *locked(&self.lock) = None;
+        if let Some(lock) = locked(&self.lock).take() {
+            // It can not fail on a lock that is held, and the file is closed all the same.
+            let _ = rustix::fs::flock(&lock, FlockOperation::Unlock);
+        }
     }
 
     pub(super) fn witness(&self) -> Option<Arc<dyn Witness>> {

@@ -329,7 +329,7 @@ impl RedisStore {
         for name in names {
             if let Reply::Bulk(Some(bytes)) = link.reply()? {
                 // The tag found it; the digest decides. What has no readable header is nobody else's.
-                if Header::decode(&bytes).map_or(true, |h| h.space.namespace() == namespace) {
+                if Header::decode(&bytes).map_or(true, |h| h.space.is_cleared_with(&h.key, &namespace)) {
                     gone.push(name);
                 }
             }
@@ -360,7 +360,7 @@ fn receive(link: &mut Link, len: usize, item: &Item, memory: &HeldSpans) -> Resu
             memory.fill(at, piece);
             at += piece.len();
         }
-        crc = crc32c::crc32c_append(crc, piece);
+        crc = crate::backend::crc::crc32c_append(crc, piece);
     })?;
     link.take_end()?;
     let checked = Header::decode(&head).and_then(|h| h.check(&item.key, &item.space).map(|()| h));

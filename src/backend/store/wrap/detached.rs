@@ -1,7 +1,7 @@
 //! Bounded calls to a store that may hang: the inner call runs on a thread of its own, in memory of its own.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::RecvTimeoutError;
@@ -9,9 +9,9 @@ use smallvec::SmallVec;
 
 use crate::backend::identity::{NamespaceDigest, StoreKey};
 use crate::backend::region::Region;
-use crate::backend::store::batch::{Call, Item, Outcome, Span};
-use crate::backend::store::gate::locked;
+use crate::backend::store::batch::{Call, Item, Outcome};
 use crate::backend::store::regions::{HeldSpans, RegionToken, Regions, RegisterError};
+use crate::backend::store::stage::{Stage, Stages};
 use crate::backend::store::stats::{Counters, Health, OpKind, StoreStats};
 use crate::backend::store::{Caps, Store, StoreEpoch, StoreError, TransportCause};
 
@@ -27,30 +27,11 @@ pub struct Detached<S: Store> {
     calls_max: usize,
     calls: Arc<AtomicUsize>,
     regions: Regions,
-    spare: Mutex<Vec<Stage<S>>>,
+    stages: Stages<S>,
     counters: Counters,
     abandoned: AtomicU64,
     closed: std::sync::atomic::AtomicBool,
 }
-
-/// Memory of the wrapper, registered with the inner store as long as it lives.
-#[derive(Debug)]
-struct Stage<S: Store> {
-    inner: Arc<S>,
-    token: RegionToken,
-    bytes: usize,
-    held: HeldSpans,
-}
-
-impl<S: Store> Drop for Stage<S> {
-    fn drop(&mut self) {
-        // A store that was closed has forgotten it already.
-        let _ = self.inner.unregister(self.token);
-    }
-}
-
-/// Stages kept for the next call.
-const SPARE_MAX: usize = 4;
 
 /// Counts an inner call while it runs, also if it panics.
 struct Running(Arc<AtomicUsize>);
@@ -65,13 +46,14 @@ impl<S: Store + 'static> Detached<S> {
     /// Calls without a deadline get `budget`.
     #[must_use]
     pub fn new(inner: S, budget: Duration, calls_max: usize) -> Detached<S> {
+        let inner = Arc::new(inner);
         Detached {
-            inner: Arc::new(inner),
+            stages: Stages::new(Arc::clone(&inner)),
+            inner,
             budget,
             calls_max: calls_max.max(1),
             calls: Arc::default(),
             regions: Regions::default(),
-            spare: Mutex::default(),
             counters: Counters::default(),
             abandoned: AtomicU64::new(0),
             closed: std::sync::atomic::AtomicBool::new(false),
@@ -137,36 +119,18 @@ impl<S: Store + 'static> Detached<S> {
         })
     }
 
-    fn stage(&self, bytes: usize) -> Result<Stage<S>, Outcome> {
-        let found = {
-            let mut spare = locked(&self.spare);
-            let at = spare.iter().position(|s| s.bytes >= bytes);
-            at.map(|i| spare.swap_remove(i))
-        };
-        if let Some(stage) = found {
-            return Ok(stage);
-        }
-        let region = Region::anonymous(bytes.next_power_of_two().max(4096)).map_err(|_| Outcome::Busy)?;
-        let region = Arc::new(region);
-        let token = self.inner.register(&region).map_err(|_| Outcome::Busy)?;
-        let own = Regions::default();
-        let whole = Span { region: own.register(&region), offset: 0, len: region.len() };
-        let held = own.resolve(&[whole])?;
-        Ok(Stage { inner: Arc::clone(&self.inner), token, bytes: region.len(), held })
-    }
-
     fn counted(&self, op: OpKind, out: Vec<Outcome>) -> Vec<Outcome> {
         self.counters.count(op, &out);
         out
     }
 
     /// Plans where the items lie in the stage. An item whose own memory is lost has no place.
-    fn lay_out(&self, items: &[Item], token: impl Fn() -> RegionToken) -> Layout {
+    fn lay_out(&self, items: &[Item], stage: &Stage<S>) -> Layout {
         let mut at = 0;
         let mut layout = Layout { items: Vec::new(), memory: Vec::new(), which: Vec::new() };
         for (i, item) in items.iter().enumerate() {
             if let Ok(memory) = self.regions.resolve(&item.spans) {
-                let span = Span { region: token(), offset: at, len: memory.len() };
+                let span = stage.span(at, memory.len());
                 at += memory.len();
                 layout.items.push(Item { spans: SmallVec::from_buf([span]), ..item.clone() });
                 layout.memory.push(memory);
@@ -190,17 +154,18 @@ impl<S: Store + 'static> Detached<S> {
             return out;
         }
         let total = items.iter().fold(0usize, |n, i| n.saturating_add(i.len()));
-        let stage = match self.stage(total) {
+        let stage = match self.stages.take(total) {
             Ok(stage) => stage,
             Err(why) => {
                 return vec![if self.closed.load(Relaxed) { Outcome::Closed } else { why }; items.len()];
             }
         };
-        let Layout { items: inner_items, memory, which } = self.lay_out(items, || stage.token);
+        let Layout { items: inner_items, memory, which } = self.lay_out(items, &stage);
+        let Ok(held) = stage.held(0, total) else { return out };
         if op == OpKind::Put {
             for (user, item) in memory.iter().zip(&inner_items) {
                 user.runs().fold(place_of(item), |at, run| {
-                    stage.held.fill(at, run);
+                    held.fill(at, run);
                     at + run.len()
                 });
             }
@@ -216,12 +181,11 @@ impl<S: Store + 'static> Detached<S> {
                 {
                     out[i] = outcome;
                     if op == OpKind::Get && outcome.is_ok() {
-                        stage.held.copy_to(place_of(item), user);
+                        held.copy_to(place_of(item), user);
                     }
                 }
-                let mut spare = locked(&self.spare);
-                if spare.len() < SPARE_MAX && !self.closed.load(Relaxed) {
-                    spare.push(stage);
+                if !self.closed.load(Relaxed) {
+                    self.stages.give_back(stage);
                 }
             }
             Err(why) => which.iter().for_each(|&i| out[i] = why),
@@ -334,7 +298,7 @@ impl<S: Store + 'static> Store for Detached<S> {
     fn close(&self, deadline: Instant) -> Result<(), StoreError> {
         self.closed.store(true, Relaxed);
         self.regions.clear();
-        locked(&self.spare).clear();
+        self.stages.clear();
         // The inner store waits for its calls at most so long; its own thread, in case it does not.
         let (tx, rx) = crossbeam_channel::bounded(1);
         let inner = Arc::clone(&self.inner);

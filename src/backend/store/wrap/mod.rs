@@ -67,8 +67,8 @@ pub trait Around: Send + Sync + std::fmt::Debug {
         Ok(call.clone())
     }
 
-    /// Learns how such a call ended.
-    fn ended(&self, _failed: bool) {}
+    /// Learns how such a call ended: with this error, or well.
+    fn ended(&self, _error: Option<&StoreError>) {}
 
     /// The health to report.
     fn health(&self, inner: Health) -> Health {
@@ -136,9 +136,7 @@ impl<S: Store, A: Around> Wrapped<S, A> {
         down: impl FnOnce(&Call) -> Result<R, StoreError>,
     ) -> Result<R, StoreError> {
         let result = down(&self.around.admit(call)?);
-        let failed =
-            matches!(result, Err(StoreError::Timeout | StoreError::Io { .. } | StoreError::Remote { .. }));
-        self.around.ended(failed);
+        self.around.ended(result.as_ref().err());
         result
     }
 }

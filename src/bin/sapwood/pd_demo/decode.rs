@@ -1,73 +1,98 @@
-//! A decode process: grants pages, checks what arrives, and drives a [`Receiver`].
+//! A decode process: grants pages of its cache, checks what arrives, and drives a [`Receiver`].
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::Arc;
 use std::sync::mpsc::TryRecvError;
 use std::time::{Duration, Instant};
 
-use sapwood::backend::region::Region;
+use sapwood::backend::device::SoftDevice;
+use sapwood::backend::region::Sharing;
 use sapwood::backend::transport::control::Control;
-use sapwood::backend::transport::lease::LeasePool;
 use sapwood::backend::transport::shm::ShmTarget;
 use sapwood::backend::transport::tcp::TcpTarget;
 use sapwood::backend::transport::{Memory, Revoked, Target, spans_of};
-use sapwood::base::Time;
+use sapwood::base::{Fence, NamespaceId, Tier, Time};
+use sapwood::engine::CacheError;
+use sapwood::engine::remote::{DecodeCache, Restore};
 use sapwood::pd::grant::{Committed, GrantPool};
+use sapwood::pd::layout::Layout;
 use sapwood::pd::receiver::{Action, Event, Receiver, ReceiverConfig, RecvSpec};
-use sapwood::pd::topo::Rank;
-use sapwood::pd::{RoomKey, Tag};
+use sapwood::pd::topo::Rank as RankName;
+use sapwood::pd::{Incarnation, RoomKey, Tag};
+use sapwood::pool::PoolKind;
 
-use super::shared::{Clock, PAGE_TOKENS, commands, equals, incarnation, layout, prompt, room, say, topology};
+use super::shared::{
+    Clock, PAGE_TOKENS, Rank, commands, equals, incarnation, page_hashes, prompt, room, say, tokens_of,
+    topology,
+};
 use super::{Args, DemoError, Kind};
+
+/// After so long without evidence a grant counts as quarantined. Short, so that the end of a run can say so.
+const HOLD_US: u64 = 5_000_000;
 
 struct Decode {
     clock: Clock,
     receiver: Receiver,
     control: Control,
     target: Box<dyn Target>,
-    pool: LeasePool,
-    tokens: BTreeMap<RoomKey, u32>,
+    device: SoftDevice,
+    pool: DecodeCache,
+    layout: Layout,
+    tokens: BTreeMap<RoomKey, Vec<u32>>,
     waiting: VecDeque<RoomKey>,
+    restoring: BTreeSet<RoomKey>,
     aborts: Vec<(Time, RoomKey)>,
     revoking: Vec<Tag>,
+    buffer: Vec<u8>,
     mismatches: u64,
-    page_bytes: u64,
+    reused: u64,
+    restored: u64,
+}
+
+fn target(args: &Args, inc: Incarnation, device: &SoftDevice) -> Result<Box<dyn Target>, DemoError> {
+    let memory = Memory::of(device.memory());
+    Ok(match args.transport {
+        Kind::Tcp => Box::new(TcpTarget::new(inc, IpAddr::V4(Ipv4Addr::LOCALHOST), memory)?),
+        Kind::Shm => {
+            let regions = device.memory().regions().map(|(_, r)| r.clone()).collect();
+            Box::new(ShmTarget::over(inc, regions)?)
+        }
+        #[cfg(feature = "nixl")]
+        Kind::Nixl => Box::new(sapwood::backend::transport::nixl::NixlTarget::new(inc, None, memory)?),
+        #[cfg(not(feature = "nixl"))]
+        Kind::Nixl => return Err(DemoError::NotBuilt("nixl")),
+    })
 }
 
 pub(super) fn run(args: &Args) -> Result<(), DemoError> {
-    let (inc, layout) = (incarnation(), layout(args.layers, args.pages));
-    let bytes = layout.regions[0] as usize;
-    let (target, memory): (Box<dyn Target>, Memory) = match args.transport {
-        Kind::Tcp => {
-            let region = Region::anonymous(bytes).map_err(std::io::Error::other)?;
-            let memory = Memory::new(vec![Arc::new(region)]);
-            (Box::new(TcpTarget::new(inc, IpAddr::V4(Ipv4Addr::LOCALHOST), memory.clone())?), memory)
-        }
-        Kind::Shm => {
-            let target = ShmTarget::new(inc, bytes)?;
-            let memory = target.memory();
-            (Box::new(target), memory)
-        }
-    };
+    let inc = incarnation();
+    let sharing = if args.transport == Kind::Shm { Sharing::Shared } else { Sharing::Private };
+    let Rank { device, cache, layout } = Rank::new(args, sharing)?;
+    let target = target(args, inc, &device)?;
     let control = Control::new(IpAddr::V4(Ipv4Addr::LOCALHOST))?;
     say(&format!("up {}", control.address()));
-    let config = ReceiverConfig { revoke: target.caps().revoke, ..ReceiverConfig::default() };
-    let (topo, blob) = (topology(args.layers), target.descriptor());
-    let receiver = Receiver::new(inc, config, inc.0, topo, Rank::default(), layout.clone(), blob)?;
-    let page_bytes = layout.entries.iter().map(|e| e.unit_bytes).sum();
+    let config =
+        ReceiverConfig { revoke: target.caps().revoke, hold_us: HOLD_US, ..ReceiverConfig::default() };
+    let (topo, blob) = (topology(args), target.descriptor());
+    let receiver = Receiver::new(inc, config, inc.0, topo, RankName::default(), layout.clone(), blob)?;
+    let buffer = vec![0; cache.geometry().page_bytes(PoolKind::Full) as usize];
     let mut d = Decode {
         clock: Clock::new(),
         receiver,
         control,
         target,
-        pool: LeasePool::new(memory, layout),
+        device,
+        pool: DecodeCache::new(cache),
+        layout,
         tokens: BTreeMap::new(),
         waiting: VecDeque::new(),
+        restoring: BTreeSet::new(),
         aborts: Vec::new(),
         revoking: Vec::new(),
+        buffer,
         mismatches: 0,
-        page_bytes,
+        reused: 0,
+        restored: 0,
     };
     d.serve()
 }
@@ -96,8 +121,12 @@ impl Decode {
                 Err(TryRecvError::Disconnected) if stop_at.is_none() => return Ok(()),
                 Err(_) => {}
             }
-            self.step();
-            if stop_at.is_some_and(|at| Instant::now() > at || self.receiver.is_quiet()) {
+            self.pool.cache_mut().tick(self.clock.now())?;
+            self.step()?;
+            let s = self.receiver.stats();
+            // What is in quarantine may stay there for good.
+            let settled = s.grants as u64 == s.quarantined_total - s.quarantine_proven;
+            if stop_at.is_some_and(|at| Instant::now() > at || (settled && self.pool.cache().is_idle())) {
                 self.report();
                 return Ok(());
             }
@@ -106,9 +135,11 @@ impl Decode {
 
     fn report(&self) {
         let s = self.receiver.stats();
-        let (_, held, out) = self.pool.counts();
+        let c = self.pool.cache().page_counts(Tier::Device);
+        let broken = self.pool.cache().sanity().len();
         say(&format!(
-            "stats acked={} revoked={} fenced={} dead={} other={} quarantined={} quarantine_pages={} mismatches={} leaked={}",
+            "stats acked={} revoked={} fenced={} dead={} other={} quarantined={} quarantine_pages={} mismatches={} \
+             leaked={} broken={broken} reused={} restored={}",
             s.released_acked,
             s.released_revoked,
             s.released_fenced,
@@ -117,7 +148,11 @@ impl Decode {
             s.quarantined_total,
             s.quarantine_units,
             self.mismatches,
-            held + out - s.quarantine_units as usize,
+            // Too few are as wrong as too many.
+            (i64::from(c.request_pages + c.in_flight_pages) + c.leaked_pages - i64::from(s.quarantine_units))
+                .unsigned_abs(),
+            self.reused,
+            self.restored,
         ));
     }
 
@@ -132,44 +167,78 @@ impl Decode {
             say(&format!("done {} {} fail {why:?}", key.room, key.epoch));
             return;
         }
-        self.tokens.insert(key, tokens);
+        self.tokens.insert(key, tokens_of(key, tokens));
         self.waiting.push_back(key);
         if abort >= 0 {
             self.aborts.push((now + abort as u64, key));
         }
     }
 
-    fn grant_waiting(&mut self) {
+    /// Matches only when there are pages to go on with: a room that waits must not hold what others wait for.
+    fn grant_waiting(&mut self) -> Result<(), CacheError> {
         while let Some(&key) = self.waiting.front() {
-            let Some(&tokens) = self.tokens.get(&key) else {
+            let Some(tokens) = self.tokens.get(&key) else {
                 self.waiting.pop_front();
                 continue;
             };
-            let want = self.receiver.want(tokens, 0);
-            let Ok(pages) = self.pool.reserve(key, &want) else { return };
+            let prefix = self.pool.open(key, NamespaceId::DEFAULT, tokens)?;
+            let want = self.receiver.want(tokens.len() as u32, prefix.pages);
+            let Ok(pages) = self.pool.reserve(key, &want) else {
+                self.pool.give_up(key);
+                return Ok(());
+            };
             self.waiting.pop_front();
-            if let Err((_, pages)) = self.receiver.grant(self.clock.now(), key, pages, 0, false) {
-                // Never shown to anyone: it goes back the way it came.
-                let (mut pages, n) = (pages, want.full as usize);
-                if let Some(c) = pages.commit(0..n) {
-                    let full = c.destination().full.clone();
-                    self.pool.commit(key, c);
-                    self.pool.free(&full);
+            let now = self.clock.now();
+            match self.receiver.grant(now, key, pages, prefix.pages, prefix.restoring) {
+                Ok(_) => {
+                    self.reused += u64::from(prefix.pages);
+                    if prefix.restoring {
+                        self.restoring.insert(key);
+                    }
+                }
+                Err((_, mut pages)) => {
+                    // Never shown to anyone: they go back the way they came.
+                    if let Some(c) = pages.commit(0..want.full as usize) {
+                        self.pool.commit(key, c);
+                    }
+                    self.pool.give_up(key);
                 }
             }
         }
+        Ok(())
     }
 
-    fn step(&mut self) {
+    fn poll_restores(&mut self) -> Result<(), CacheError> {
+        for key in self.restoring.clone() {
+            let now = self.clock.now();
+            match self.pool.restore(key)? {
+                Restore::Pending => continue,
+                Restore::Ready => {
+                    self.restored += 1;
+                    self.receiver.handle_restored(now, key);
+                }
+                Restore::Failed { from } => {
+                    let gap = self.pool.reserve_gap(key, from).ok();
+                    if self.receiver.handle_restore_failed(now, key, from, gap).is_err() {
+                        // Over already, or it cannot be topped up; then it fails, and pages come back with it.
+                        let _ = self.receiver.abort(now, key);
+                    }
+                }
+            }
+            self.restoring.remove(&key);
+        }
+        Ok(())
+    }
+
+    fn step(&mut self) -> Result<(), CacheError> {
         let mut wait = Duration::from_micros(200);
         while let Some((peer, frame)) = self.control.receive(wait) {
             self.receiver.handle_frame(self.clock.now(), peer, &frame);
             wait = Duration::ZERO;
         }
         let now = self.clock.now();
-        let (due, later) = self.aborts.drain(..).partition(|a| a.0 <= now);
+        let (due, later): (Vec<_>, Vec<_>) = self.aborts.drain(..).partition(|a| a.0 <= now);
         self.aborts = later;
-        let due: Vec<(Time, RoomKey)> = due;
         for (_, key) in due {
             // A room that is over by now stays as it ended.
             let _ = self.receiver.abort(now, key);
@@ -177,20 +246,21 @@ impl Decode {
         if self.receiver.poll_timeout().is_some_and(|t| t <= now) {
             self.receiver.handle_timeout(now);
         }
-        self.grant_waiting();
+        self.poll_restores()?;
+        self.grant_waiting()?;
         for tag in std::mem::take(&mut self.revoking) {
             self.revoke(tag);
         }
-        while let Some((to, frame)) = self.receiver.poll_transmit() {
-            self.control.send(to, frame);
-        }
+        // Before any frame goes out: what it invites must be let in.
         while let Some(action) = self.receiver.poll_action() {
             match action {
-                Action::Allow { tag, dest } => {
-                    if let Err(e) = self.target.allow(tag, spans_of(self.pool.layout(), &dest)) {
+                Action::Allow { tag, dest, ring: _ } => {
+                    if let Err(e) = self.target.allow(tag, spans_of(&self.layout, &dest)) {
                         eprintln!("pd-demo: {e}");
                     }
                 }
+                // No ring was published, so nothing lies in one.
+                Action::Scatter { .. } => {}
                 Action::Revoke { tag } => self.revoke(tag),
                 Action::Forget { tag } => self.target.forget(tag),
                 Action::Fence { peer, inc, attach } => {
@@ -199,9 +269,13 @@ impl Decode {
                 }
             }
         }
-        while let Some(event) = self.receiver.poll_event() {
-            self.event(event);
+        while let Some((to, frame)) = self.receiver.poll_transmit() {
+            self.control.send(to, frame);
         }
+        while let Some(event) = self.receiver.poll_event() {
+            self.event(event)?;
+        }
+        Ok(())
     }
 
     fn revoke(&mut self, tag: Tag) {
@@ -211,17 +285,18 @@ impl Decode {
         }
     }
 
-    fn event(&mut self, event: Event) {
+    fn event(&mut self, event: Event) -> Result<(), CacheError> {
         match event {
             Event::Done { key, outcome } => {
-                let tokens = self.tokens.remove(&key).unwrap_or(0);
+                let tokens = self.tokens.remove(&key).unwrap_or_default();
                 match outcome {
                     Ok(arrived) => {
-                        let bytes = arrived.pages.destination().full.len() as u64 * self.page_bytes;
-                        self.check(key, tokens, arrived.pages);
+                        let bytes = arrived.pages.destination().full.len() * self.buffer.len();
+                        self.check(key, &tokens, arrived.pages)?;
                         say(&format!("done {} {} ok {bytes}", key.room, key.epoch));
                     }
                     Err(why) => {
+                        self.pool.give_up(key);
                         let text = why.to_string().replace(' ', "_");
                         say(&format!("done {} {} fail {text}", key.room, key.epoch));
                     }
@@ -230,19 +305,20 @@ impl Decode {
             Event::Released { key, pages } => self.pool.release(key, pages),
             Event::Unhealthy(full) => eprintln!("pd-demo: quarantine full: {full}"),
         }
+        Ok(())
     }
 
-    fn check(&mut self, key: RoomKey, tokens: u32, pages: Committed) {
-        let full = pages.destination().full.clone();
-        if full.len() as u32 != tokens.div_ceil(PAGE_TOKENS) {
+    /// Compares every page of the room, those that were here already among them, and publishes them.
+    fn check(&mut self, key: RoomKey, tokens: &[u32], pages: Committed) -> Result<(), CacheError> {
+        self.pool.commit(key, pages);
+        let (table, hashes) = (self.pool.pages(key), page_hashes(tokens));
+        if table.len() != tokens.len().div_ceil(PAGE_TOKENS as usize) {
             self.mismatches += 1;
         }
-        self.pool.commit(key, pages);
-        for (pos, &page) in (0u32..).zip(&full) {
-            let mut good = true;
-            let read = self.pool.read(page, |e, bytes| good &= equals(key, e, pos, bytes));
-            self.mismatches += u64::from(!read || !good);
+        for (&page, &hash) in table.iter().zip(&hashes) {
+            self.mismatches += u64::from(!equals(&self.device, page, hash, &mut self.buffer));
         }
-        self.pool.free(&full);
+        self.pool.finish(key, Fence::SETTLED)?;
+        Ok(())
     }
 }

@@ -2,43 +2,61 @@
 
 use std::hash::{BuildHasher, Hasher};
 use std::io::{BufRead, Write};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
-use sapwood::base::Time;
-use sapwood::pd::layout::{Component, Entry, EntryId, Group, HeadOrder, Layout, Role, Shape, TokenSplit};
+use sapwood::backend::device::{Mode, SoftDevice, SoftOptions};
+use sapwood::backend::region::{Mapping, Sharing};
+use sapwood::base::{PageId, Time};
+use sapwood::engine::PrefixCache;
+use sapwood::engine::remote::{ModelShape, layer_first_layout};
+use sapwood::pd::layout::Layout;
 use sapwood::pd::topo::Topology;
 use sapwood::pd::wire::Prompt;
 use sapwood::pd::{Incarnation, RoomKey};
+use sapwood::pool::{Capacities, Capacity, Geometry, Plane, PlaneId};
+use sapwood::tiers::WritePolicy;
+
+use super::{Args, DemoError};
 
 pub(super) const PAGE_TOKENS: u32 = 16;
 const HEADS: u32 = 8;
 const HEAD_BYTES: u32 = 128;
+/// Conversations that rooms continue; each has a text of its own from the first token on.
+const CONVERSATIONS: u64 = 12;
 
-pub(super) fn topology(layers: u32) -> Topology {
-    Topology::single(layers)
+pub(super) fn topology(args: &Args) -> Topology {
+    Topology::single(args.layers)
 }
 
-/// K and V of every layer, 16 KiB per page each, in one region.
-pub(super) fn layout(layers: u32, pages: u32) -> Layout {
-    let unit = u64::from(PAGE_TOKENS * HEADS * HEAD_BYTES);
-    let mut entries = Vec::new();
-    for role in [Role::K, Role::V] {
-        for layer in 0..layers {
-            entries.push(Entry {
-                id: EntryId { group: Group::Target, layer, role },
-                component: Component::Full,
-                region: 0,
-                base: entries.len() as u64 * unit * u64::from(pages),
-                units: pages,
-                unit_bytes: unit,
-                shape: Shape::Heads { total: HEADS, head_bytes: HEAD_BYTES, order: HeadOrder::TokenHead },
-                ring_slots: 0,
-            });
-        }
+/// A rank: the device whose memory is written or read by others, the cache over it, and what is published.
+pub(super) struct Rank {
+    pub(super) device: SoftDevice,
+    pub(super) cache: PrefixCache,
+    pub(super) layout: Layout,
+}
+
+impl Rank {
+    /// K and V of every layer, 16 KiB per page each; a host tier of the same size behind it.
+    pub(super) fn new(args: &Args, sharing: Sharing) -> Result<Rank, DemoError> {
+        let plane = Plane::target(args.layers, HEADS * HEAD_BYTES);
+        let geometry = Arc::new(Geometry::builder(PAGE_TOKENS).plane(plane).build()?);
+        let options = SoftOptions {
+            mapping: Mapping { sharing, ..Mapping::PRIVATE },
+            ..SoftOptions::new(Mode::Threaded)
+        };
+        let pages = Capacity::Pages(args.pages);
+        let device = SoftDevice::new(geometry.clone(), Capacities::full(pages), options)?;
+        let shape = ModelShape { model: 1, heads_total: HEADS, heads_here: HEADS, first_layer: 0 };
+        let layout = layer_first_layout(&geometry, args.pages, shape)?;
+        let cache = PrefixCache::builder(geometry)
+            .device(device.clone())
+            .host_pages(pages)
+            .write_policy(WritePolicy::WriteThrough { threshold: 1 })
+            .build()?;
+        Ok(Rank { device, cache, layout })
     }
-    let regions = vec![entries.len() as u64 * unit * u64::from(pages)];
-    Layout { model: 1, page_tokens: PAGE_TOKENS, window_tokens: 0, split: TokenSplit::NONE, regions, entries }
 }
 
 /// Drawn by the seed that the standard library gives each process.
@@ -46,29 +64,52 @@ pub(super) fn incarnation() -> Incarnation {
     Incarnation(std::collections::hash_map::RandomState::new().build_hasher().finish() | 1)
 }
 
+/// The prompt of a room: the beginning of a conversation, then something of its own.
+pub(super) fn tokens_of(key: RoomKey, n: u32) -> Vec<u32> {
+    let mixed = key.room.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let conversation = ((mixed >> 33) % CONVERSATIONS) as u32;
+    let shared = (mixed >> 45) as u32 % (n + 1);
+    let word = |i: u32| {
+        let own = i >= shared;
+        let salt = if own { key.room as u32 * 31 + key.epoch + 5000 } else { conversation };
+        (salt.wrapping_mul(0x85EB_CA6B) ^ i.wrapping_mul(0x9E37_79B1)) & 0x7FFF_FFFF
+    };
+    (0..n).map(word).collect()
+}
+
 pub(super) fn prompt(key: RoomKey, tokens: u32) -> Prompt {
     Prompt { tokens, digest: key.room.wrapping_mul(31).wrapping_add(u64::from(key.epoch)) }
 }
 
-/// The word at `index` of a page: a function of what it is.
-fn word(key: RoomKey, e: &Entry, position: u32, index: u64) -> u64 {
-    let role = u64::from(e.id.role == Role::V);
-    let what = key.room << 32
-        ^ u64::from(key.epoch) << 24
-        ^ u64::from(e.id.layer) << 12
-        ^ role << 11
-        ^ u64::from(position);
-    (what.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ index).wrapping_mul(0xBF58_476D_1CE4_E5B9)
+/// What the KV of a page depends on: every token up to its end.
+pub(super) fn page_hashes(tokens: &[u32]) -> Vec<u64> {
+    let mut h = 0u64;
+    let fold = |h: u64, t: &u32| (h ^ u64::from(*t)).wrapping_mul(0x0000_0100_0000_01B3).rotate_left(23);
+    tokens
+        .chunks(PAGE_TOKENS as usize)
+        .map(|page| {
+            h = page.iter().fold(h, fold);
+            h
+        })
+        .collect()
 }
 
-pub(super) fn fill(key: RoomKey, e: &Entry, position: u32, bytes: &mut [u8]) {
-    for (i, w) in (0u64..).zip(bytes.chunks_exact_mut(8)) {
-        w.copy_from_slice(&word(key, e, position, i).to_le_bytes());
+fn word(hash: u64, index: u64) -> [u8; 8] {
+    (hash ^ index.wrapping_mul(0x9E37_79B9_7F4A_7C15)).wrapping_mul(0xBF58_476D_1CE4_E5B9).to_le_bytes()
+}
+
+/// Writes a page as the model would. False if the memory refuses.
+pub(super) fn fill(device: &SoftDevice, page: PageId, hash: u64, buffer: &mut [u8]) -> bool {
+    for (i, w) in (0u64..).zip(buffer.chunks_exact_mut(8)) {
+        w.copy_from_slice(&word(hash, i));
     }
+    device.memory().write(PlaneId(0), page, 0, buffer).is_ok()
 }
 
-pub(super) fn equals(key: RoomKey, e: &Entry, position: u32, bytes: &[u8]) -> bool {
-    (0u64..).zip(bytes.chunks_exact(8)).all(|(i, w)| w == word(key, e, position, i).to_le_bytes())
+/// Whether a page holds what the model would have written.
+pub(super) fn equals(device: &SoftDevice, page: PageId, hash: u64, buffer: &mut [u8]) -> bool {
+    device.memory().read(PlaneId(0), page, 0, buffer).is_ok()
+        && (0u64..).zip(buffer.chunks_exact(8)).all(|(i, w)| w == word(hash, i))
 }
 
 pub(super) struct Clock(Instant);

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
 
+use super::store_url::{BadUrl, StoreUrl};
+
 /// Replays a workload against the cache, with real bytes in every page, and reports what hit.
 #[derive(Parser, Clone, Debug)]
 #[command(allow_negative_numbers = true)]
@@ -38,9 +40,10 @@ pub(crate) struct Args {
     /// Pages of the host; 0 for none
     #[arg(long, value_name = "N", default_value_t = 3_000, value_parser = host_pages)]
     pub(crate) host_pages: u32,
-    /// Directory of the store, `mem` for one in memory, `mooncake://IP:PORT` for the real client there, or `none`
+    /// Directory of the store, `mem` for one in memory, a service (`mooncake://IP:PORT`, `redis://HOST:PORT`,
+    /// `redis:///SOCKET`, `s3://BUCKET?endpoint=URL&region=R&prefix=P` with credentials in the environment), or `none`
     /// [default: mem; none without host pages]
-    #[arg(long, value_name = "DIR|mem|mooncake://IP:PORT|none", value_parser = store)]
+    #[arg(long, value_name = "DIR|mem|URL|none", value_parser = store)]
     pub(crate) store: Option<StoreChoice>,
     /// Give the model a draft: in layers of its own behind the target's in each page, or in a plane of its own
     #[arg(long, value_enum, default_value = "none")]
@@ -126,8 +129,7 @@ pub(crate) enum StoreChoice {
     None,
     Mem,
     Dir(PathBuf),
-    #[cfg(feature = "mooncake")]
-    Mooncake(std::net::SocketAddr),
+    Service(StoreUrl),
 }
 
 /// `--draft`.
@@ -204,8 +206,8 @@ enum BadValue {
     NotShare,
     #[error("a directory is needed, or `mem` or `none`")]
     EmptyPath,
-    #[error("mooncake:// needs IP:PORT and a build with the feature mooncake")]
-    Mooncake,
+    #[error(transparent)]
+    Url(#[from] BadUrl),
 }
 
 fn bounded(text: &str, low: u64, high: u64) -> Result<u64, BadValue> {
@@ -266,21 +268,11 @@ fn store(text: &str) -> Result<StoreChoice, BadValue> {
         "" => Err(BadValue::EmptyPath),
         "none" => Ok(StoreChoice::None),
         "mem" => Ok(StoreChoice::Mem),
-        text => match text.strip_prefix("mooncake://") {
-            Some(address) => mooncake(address),
+        text => match StoreUrl::parse(text) {
+            Some(url) => Ok(StoreChoice::Service(url?)),
             None => Ok(StoreChoice::Dir(text.into())),
         },
     }
-}
-
-#[cfg(feature = "mooncake")]
-fn mooncake(address: &str) -> Result<StoreChoice, BadValue> {
-    address.parse().map(StoreChoice::Mooncake).map_err(|_| BadValue::Mooncake)
-}
-
-#[cfg(not(feature = "mooncake"))]
-fn mooncake(_: &str) -> Result<StoreChoice, BadValue> {
-    Err(BadValue::Mooncake)
 }
 
 #[cfg(test)]
@@ -324,6 +316,8 @@ mod tests {
             "--prefetch never",
             "--store-bytes 0",
             "--store mooncake://nowhere",
+            "--store redis://nowhere",
+            "--store s3://",
             "--draft sometimes",
             "--lenient",
             "--bogus",

@@ -10,6 +10,7 @@ use sapwood::key::NamespaceError;
 use sapwood::pool::GeometryError;
 
 use super::args::Conflict;
+use super::store_url::ServiceError;
 use super::trace::TraceError;
 
 /// Bad input: exit code 2.
@@ -21,9 +22,8 @@ pub(crate) enum InputError {
     Trace(#[from] TraceError),
     #[error("cannot use store directory {}: {error}", path.display())]
     StoreDir { path: PathBuf, error: OpenError },
-    #[cfg(feature = "mooncake")]
     #[error("cannot use the store: {0}")]
-    Mooncake(#[from] sapwood::backend::store::mooncake::MooncakeError),
+    Service(#[from] ServiceError),
     #[error("cannot write {}: {source}", path.display())]
     Output { path: PathBuf, source: std::io::Error },
     #[error("geometry: {0}")]

@@ -18,6 +18,7 @@ mod sched;
 mod session;
 mod setup;
 mod stamp;
+mod store_url;
 mod tokens;
 mod trace;
 mod workload;

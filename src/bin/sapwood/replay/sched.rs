@@ -63,6 +63,16 @@ struct Planned {
     to: usize,
 }
 
+/// What became of an attempt to start a request.
+enum Start {
+    /// It runs, or never will.
+    Ended,
+    /// There is no room for it; worth another attempt when somebody has left.
+    NoRoom(Waiting),
+    /// Its load was refused while others are on their way; worth another attempt soon.
+    Later(Waiting),
+}
+
 /// See the module.
 pub(crate) struct Scheduler<'a> {
     args: &'a Args,
@@ -210,11 +220,19 @@ impl<'a> Scheduler<'a> {
             }
             if self.prefetch_pending(at)? {
                 at += 1;
-            } else if let Some(waiting) = self.waiting.remove(at)
-                && let Some(waiting) = self.start(waiting)?
-            {
-                self.waiting.insert(at, waiting);
-                self.full = true;
+                continue;
+            }
+            let Some(waiting) = self.waiting.remove(at) else { return Ok(()) };
+            match self.start(waiting)? {
+                Start::Ended => {}
+                Start::NoRoom(waiting) => {
+                    self.waiting.insert(at, waiting);
+                    self.full = true;
+                }
+                Start::Later(waiting) => {
+                    self.waiting.insert(at, waiting);
+                    return Ok(());
+                }
             }
         }
         Ok(())
@@ -233,8 +251,8 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// Matches, loads back and takes the pages of the first chunk. Gives the request back if there is no room.
-    fn start(&mut self, mut waiting: Waiting) -> Result<Option<Waiting>, RunError> {
+    /// Matches, loads back and takes the pages of the first chunk.
+    fn start(&mut self, mut waiting: Waiting) -> Result<Start, RunError> {
         let job = &self.jobs[waiting.job];
         let end = end_tokens(job, !self.args.no_decode);
         if let DevicePages::Pages(pages) = self.args.device_pages
@@ -244,7 +262,7 @@ impl<'a> Scheduler<'a> {
                 self.calls.abort(request)?;
             }
             self.counts.rejected += 1;
-            return Ok(None);
+            return Ok(Start::Ended);
         }
         let mut tokens = Vec::with_capacity(end);
         let prefix = Session::texts(job, end, &mut tokens);
@@ -257,13 +275,18 @@ impl<'a> Scheduler<'a> {
         let device = found.device_tokens as usize;
         let loaded = match self.calls.load_back(&mut request)? {
             LoadBack::Started { tokens } => tokens as usize,
+            // What is on its way will make room, or end the loads that are too many: cheaper than to compute again.
+            LoadBack::Refused(_) if self.calls.cache().core().operations() > 0 => {
+                self.calls.abort(request)?;
+                return Ok(Start::Later(waiting));
+            }
             _ => 0,
         };
         let kv = device + loaded;
         let chunk = (waiting.known - kv).min(self.args.chunk_tokens as usize);
         if !self.grow(&mut request, kv + chunk)? {
             self.calls.abort(request)?;
-            return Ok(Some(waiting));
+            return Ok(Start::NoRoom(waiting));
         }
         let mut session = Session {
             job: waiting.job,
@@ -289,7 +312,7 @@ impl<'a> Scheduler<'a> {
         }
         self.running.push(session);
         self.verify(self.running.len() - 1, 0, device / self.page_tokens)?;
-        Ok(None)
+        Ok(Start::Ended)
     }
 
     /// Pages for the first `tokens` tokens. `false`: there is no room.

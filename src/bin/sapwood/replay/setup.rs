@@ -223,11 +223,7 @@ fn open_store(args: &Args) -> Result<Option<Arc<dyn Store>>, InputError> {
             let store = FileStore::open(config).map_err(|error| InputError::StoreDir { path, error })?;
             Ok(Some(Arc::new(store)))
         }
-        #[cfg(feature = "mooncake")]
-        StoreChoice::Mooncake(address) => {
-            use sapwood::backend::store::mooncake::{MooncakeConfig, MooncakeStore};
-            Ok(Some(Arc::new(MooncakeStore::open(MooncakeConfig::at(address))?)))
-        }
+        StoreChoice::Service(url) => Ok(Some(url.open()?)),
     }
 }
 

@@ -1,0 +1,206 @@
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::*;
+use crate::backend::device::{CopyFault, SoftDevice, SoftFault};
+use crate::base::{Tier, Time};
+use crate::pd::receiver::{Event, Receiver, ReceiverConfig, RecvSpec};
+use crate::pd::topo::{Rank, Topology};
+use crate::pd::wire::Prompt;
+use crate::pd::{Incarnation, PeerId};
+use crate::pool::{Capacities, Capacity};
+use crate::tiers::WritePolicy;
+
+const PAGES: u32 = 8;
+
+fn geometry() -> Arc<Geometry> {
+    Arc::new(Geometry::builder(4).plane(Plane::target(2, 16)).build().unwrap())
+}
+
+fn cache(host_pages: u32) -> (SoftDevice, DecodeCache) {
+    let g = geometry();
+    let device = SoftDevice::inline(g.clone(), Capacities::full(Capacity::Pages(PAGES))).unwrap();
+    let mut builder = PrefixCache::builder(g).device(device.clone());
+    if host_pages > 0 {
+        builder = builder
+            .host_pages(Capacity::Pages(host_pages))
+            .write_policy(WritePolicy::WriteThrough { threshold: 1 });
+    }
+    (device, DecodeCache::new(builder.build().unwrap()))
+}
+
+fn key(room: u64) -> RoomKey {
+    RoomKey { room, epoch: 1 }
+}
+
+fn tokens(n: u32, salt: u32) -> Vec<u32> {
+    (0..n).map(|i| i * 7 + salt).collect()
+}
+
+fn want(full: u32) -> Want {
+    Want { full, ..Want::default() }
+}
+
+/// Grants, as a receiver would, and commits all of it.
+fn arrive(c: &mut DecodeCache, k: RoomKey, t: &[u32]) -> Prefix {
+    let prefix = c.open(k, NamespaceId::DEFAULT, t).unwrap();
+    let n = (t.len() as u32).div_ceil(4) - prefix.pages;
+    let mut granted = c.reserve(k, &want(n)).unwrap();
+    let all = granted.commit(0..n as usize).unwrap();
+    c.commit(k, all);
+    prefix
+}
+
+fn free(c: &DecodeCache) -> u32 {
+    c.cache().page_counts(Tier::Device).free_pages
+}
+
+#[test]
+fn what_arrived_shortens_the_next_room() {
+    let (_d, mut c) = cache(0);
+    assert_eq!(arrive(&mut c, key(1), &tokens(14, 0)), Prefix { pages: 0, restoring: false });
+    assert_eq!(c.pages(key(1)).len(), 4);
+    let published = c.finish(key(1), Fence::SETTLED).unwrap().unwrap();
+    assert_eq!((published.published_tokens, c.rooms(), free(&c)), (12, 0, 5));
+    assert_eq!(arrive(&mut c, key(2), &tokens(20, 0)), Prefix { pages: 3, restoring: false });
+    c.finish(key(2), Fence::SETTLED).unwrap();
+    assert!(c.cache().sanity().is_empty());
+}
+
+/// Granted pages are nobody else's, however much they are wanted, and come back through the receiver only.
+#[test]
+fn granted_pages_leave_by_a_proof() {
+    let (_d, mut c) = cache(0);
+    let l = layer_first_layout(
+        c.cache().geometry(),
+        PAGES,
+        ModelShape { model: 1, heads_total: 2, heads_here: 2, first_layer: 0 },
+    )
+    .unwrap();
+    let topo = Topology::single(2);
+    let rank = Rank::default();
+    let config = ReceiverConfig::default();
+    let mut r = Receiver::new(Incarnation(1), config, 1, topo, rank, l, Vec::new()).unwrap();
+    let t = tokens(24, 0);
+    let spec = RecvSpec { prompt: Prompt { tokens: 24, digest: 1 }, contacts: vec![PeerId(0)] };
+    r.open(Time(1), key(1), spec).unwrap();
+    c.open(key(1), NamespaceId::DEFAULT, &t).unwrap();
+    let granted = c.reserve(key(1), &r.want(24, 0)).unwrap();
+    assert!(matches!(c.reserve(key(1), &want(1)), Err(ReserveRefused::NoPages)));
+    r.grant(Time(2), key(1), granted, 0, false).unwrap();
+    let mut other = c.cache_mut().request(NamespaceId::DEFAULT);
+    assert!(matches!(c.cache_mut().alloc(&mut other, 3), Ok(Alloc::Refused { short_pages: 1, .. })));
+    assert!(!c.give_up(key(1)));
+    // Opening it again must not drop the request that the pages belong to.
+    c.open(key(1), NamespaceId::DEFAULT, &t).unwrap();
+    assert_eq!(free(&c), 2);
+    r.abort(Time(3), key(1)).unwrap();
+    while let Some(e) = r.poll_event() {
+        if let Event::Released { key, pages } = e {
+            c.release(key, pages);
+        }
+    }
+    assert_eq!((c.rooms(), free(&c)), (0, PAGES));
+    assert_eq!(c.cache_mut().alloc(&mut other, 3).unwrap(), Alloc::Granted);
+    drop(other);
+    c.cache_mut().tick(Time(4)).unwrap();
+    assert_eq!(free(&c), PAGES);
+}
+
+/// Puts a prompt on the host and pushes it off the device.
+fn demoted(c: &mut DecodeCache) {
+    arrive(c, key(1), &tokens(16, 0));
+    c.finish(key(1), Fence::SETTLED).unwrap();
+    settle(c);
+    arrive(c, key(2), &tokens(32, 1000));
+    c.finish(key(2), Fence::SETTLED).unwrap();
+    settle(c);
+}
+
+fn settle(c: &mut DecodeCache) {
+    for i in 0..64 {
+        c.cache_mut().tick(Time::from_millis(i)).unwrap();
+    }
+}
+
+#[test]
+fn a_prefix_on_the_host_is_restored_and_not_sent() {
+    let (_d, mut c) = cache(32);
+    demoted(&mut c);
+    let prefix = arrive(&mut c, key(3), &tokens(20, 0));
+    assert_eq!(prefix, Prefix { pages: 4, restoring: true });
+    settle(&mut c);
+    assert_eq!(c.restore(key(3)).unwrap(), Restore::Ready);
+    assert_eq!(c.pages(key(3)).len(), 5);
+    assert!(c.finish(key(3), Fence::SETTLED).unwrap().is_some());
+    assert!(c.cache().sanity().is_empty());
+}
+
+/// The restore breaks: the gap gets pages of its own, in their place in the table, and everything comes back.
+#[test]
+fn a_broken_restore_is_topped_up() {
+    let (d, mut c) = cache(32);
+    demoted(&mut c);
+    d.inject(SoftFault { skip_jobs: 0, after_units: 1, fault: CopyFault { code: 5, quiescent: true } });
+    let t = tokens(20, 0);
+    let prefix = c.open(key(3), NamespaceId::DEFAULT, &t).unwrap();
+    assert_eq!(prefix, Prefix { pages: 4, restoring: true });
+    let mut granted = c.reserve(key(3), &want(1)).unwrap();
+    settle(&mut c);
+    let Restore::Failed { from } = c.restore(key(3)).unwrap() else { panic!("the copy was to fail") };
+    assert_eq!(from, 0);
+    let gap = c.reserve_gap(key(3), from).unwrap();
+    assert!(matches!(c.reserve_gap(key(3), from), Err(ReserveRefused::NoPages)));
+    assert_eq!(c.restore(key(3)).unwrap(), Restore::Ready);
+    let table = c.pages(key(3));
+    let own: Vec<u32> = gap.destination().full.iter().chain(&granted.destination().full).copied().collect();
+    assert_eq!(numbers(&table), own);
+    let mut distinct = own.clone();
+    distinct.sort_unstable();
+    distinct.dedup();
+    assert_eq!(distinct.len(), 5);
+    // The receiver would put the gap in front of the grant; here its pages end with it.
+    let all = granted.commit(0..1).unwrap();
+    c.commit(key(3), all);
+    assert_eq!(c.finish(key(3), Fence::SETTLED).unwrap(), None);
+    drop(gap);
+    settle(&mut c);
+    let counts = c.cache().page_counts(Tier::Device);
+    assert_eq!((counts.request_pages, counts.in_flight_pages, counts.leaked_pages), (0, 0, 0));
+    assert!(c.cache().sanity().is_empty());
+    c.cache_mut().close(Duration::from_secs(1));
+}
+
+#[test]
+fn a_layout_has_every_layer_and_part_once_inside_its_region() {
+    let g = Geometry::builder(4)
+        .plane(Plane::target(3, 16))
+        .plane(Plane::draft(1, 16))
+        .plane(Plane::latent(3, 8))
+        .build()
+        .unwrap();
+    let shape = ModelShape { model: 1, heads_total: 4, heads_here: 4, first_layer: 0 };
+    let l = layer_first_layout(&g, 10, shape).unwrap();
+    assert_eq!(l.validate(&Topology::single(3), Rank::default()), Ok(()));
+    assert_eq!((l.entries.len(), l.regions.len()), (3 * 2 + 2 + 3, 3));
+    let device = SoftDevice::inline(Arc::new(g.clone()), Capacities::full(Capacity::Pages(10))).unwrap();
+    let lens: Vec<u64> = device.memory().regions().map(|(_, r)| r.len() as u64).collect();
+    assert_eq!(l.regions, lens);
+    // What the layout calls V of layer 2, page 7, is where the device keeps it.
+    let want: Vec<u8> = (0..128).collect();
+    device.write_rows(crate::pool::PlaneId(0), PageId(7), 2, 0, &want).unwrap();
+    let v = l
+        .entries
+        .iter()
+        .find(|e| (e.id.layer, e.id.role, e.id.group) == (2, Role::V, Group::Target))
+        .unwrap();
+    let at = (v.base + 7 * v.unit_bytes) as usize;
+    let mut got = vec![0; 64];
+    let memory = crate::backend::transport::Memory::of(device.memory());
+    memory.peek(0, at as u64, &mut got);
+    assert_eq!(got, want[64..]);
+    let odd = ModelShape { heads_here: 3, ..shape };
+    assert_eq!(layer_first_layout(&g, 10, odd), Err(Incompatible::HeadSplit));
+    let state = Geometry::builder(4).plane(Plane::target(1, 16)).plane(Plane::state(1, 8)).build().unwrap();
+    assert_eq!(layer_first_layout(&state, 4, shape), Err(Incompatible::EntryShape));
+}

@@ -1,0 +1,448 @@
+//! Windows and states beside full attention, through every flow. The rig verifies their stamps wherever a request is
+//! handed something, and counts every page of every pool.
+
+use sapwood::base::{NamespaceId, Tier};
+use sapwood::pool::Capacity;
+use sapwood::sim::{Call, Pending, Rig};
+use sapwood::tiers::{
+    Alloc, CoreConfig, LoadBack, LoadState, PageOutcome, PoolKind, Prefetch, PrefetchEnd, PrefetchPolicy,
+    PrefetchState, Refusal, RequestId, StateConfig, Votes, WindowConfig, WritePolicy,
+};
+use sapwood::tree::Component;
+
+use crate::common::{WT1, WT2, config, found, t, t1, with_store};
+
+fn hybrid(mut config: CoreConfig) -> CoreConfig {
+    let pages = |n| Capacity::Pages(n);
+    config.window = Some(WindowConfig { span_pages: 2, device: pages(16), host: pages(16) });
+    config.state = Some(StateConfig { device: pages(8), host: pages(8) });
+    config
+}
+
+fn flush_device(rig: &mut Rig, device: u32) {
+    let request = rig.request();
+    while rig.alloc(request, device).expect("a live request") != Alloc::Granted {
+        rig.drain();
+    }
+    rig.abort(request).expect("a live request");
+}
+
+/// A rig whose store holds every page of every pool of a prompt.
+fn stocked(config: CoreConfig, prompt: &str) -> Rig {
+    let mut rig = Rig::new(hybrid(with_store(config)));
+    rig.store_from_elsewhere(NamespaceId::DEFAULT, &t(prompt), || false);
+    rig
+}
+
+fn start(rig: &mut Rig, prompt: &str) -> RequestId {
+    let request = rig.request();
+    let started = rig.prefetch(request, &t1(prompt)).expect("a live request");
+    assert!(matches!(started, Prefetch::Started { .. }), "{started:?}");
+    request
+}
+
+fn ended(rig: &mut Rig, request: RequestId) -> PrefetchEnd {
+    match rig.poll_prefetch(request).expect("a live request") {
+        PrefetchState::Ended(end) => end,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// What the read in flight asks for, by pool and place.
+fn asked(rig: &Rig) -> Vec<(PoolKind, usize)> {
+    rig.pending
+        .iter()
+        .flat_map(|p| if let Pending::Get(_, _, items) = p { items.clone() } else { Vec::new() })
+        .map(|item| (item.pool, item.host_page.0 as usize))
+        .collect()
+}
+
+fn host_free(rig: &Rig) -> [u32; 3] {
+    [
+        rig.core.page_counts(Tier::Host).free_pages,
+        rig.core.component_counts(Component::Window, Tier::Host).free_pages,
+        rig.core.component_counts(Component::State, Tier::Host).free_pages,
+    ]
+}
+
+#[test]
+fn what_leaves_the_device_comes_back_with_its_window_and_state() {
+    for write in [WT1, WritePolicy::WriteBack] {
+        let mut rig = Rig::new(hybrid(config(8, 16, write)));
+        rig.serve(&t("ABCD"));
+        rig.drain();
+        flush_device(&mut rig, 8);
+        assert_eq!(found(&rig, "ABCD"), (0, 4), "{write:?}");
+        // `serve` loads back and verifies all three pools.
+        assert_eq!(rig.serve(&t("ABCDE")).host_tokens, 16);
+        rig.drain();
+        rig.assert_quiet();
+    }
+}
+
+/// A copy of the window or the state alone: Full is on the device still.
+#[test]
+fn a_state_alone_is_loaded_back() {
+    let mut rig = Rig::new(hybrid(config(16, 16, WT1)));
+    rig.serve(&t("ABCD"));
+    rig.drain();
+    // Requests that compute take all slots, and the one of ABCD goes.
+    let crowd: Vec<RequestId> = (0..8).map(|_| rig.request()).collect();
+    for &id in &crowd {
+        assert_eq!(rig.alloc(id, 1), Ok(Alloc::Granted));
+    }
+    assert_eq!(rig.core.component_counts(Component::State, Tier::Device).cached_pages, 0);
+    let ninth = rig.request();
+    assert!(matches!(rig.alloc(ninth, 1), Ok(Alloc::Refused { .. })), "nobody takes a slot in use");
+    rig.abort(ninth).unwrap();
+    for &id in &crowd[1..] {
+        rig.abort(id).unwrap();
+    }
+    let request = rig.request();
+    let m = rig.match_prefix(request, &t("ABCD")).unwrap();
+    assert_eq!((m.device_tokens, m.host_tokens), (0, 16));
+    assert_eq!(rig.load_back(request), Ok(LoadBack::Started { tokens: 16 }));
+    let Pending::ToDevice(_, pairs) = &rig.pending[0] else { panic!("{:?}", rig.pending) };
+    assert_eq!(pairs.iter().map(|p| p.pool).collect::<Vec<_>>(), [PoolKind::State]);
+    rig.drain();
+    rig.verify(request, &t("ABCD"));
+    rig.abort(request).unwrap();
+    rig.abort(crowd[0]).unwrap();
+    rig.assert_quiet();
+}
+
+/// One request loads a prompt, another one its beginning, for which only the window is missing. The window arrives before the
+/// pages it belongs to: it has to wait for them.
+#[test]
+fn a_window_that_arrives_before_its_pages_waits_for_them() {
+    for pages_come in [true, false] {
+        let mut windowed = hybrid(config(12, 16, WT1));
+        windowed.state = None;
+        let mut rig = Rig::new(windowed);
+        rig.serve(&t("ABCD"));
+        rig.drain();
+        flush_device(&mut rig, 12);
+        let (long, short) = (rig.request(), rig.request());
+        rig.match_prefix(long, &t("ABCD")).unwrap();
+        assert_eq!(rig.load_back(long), Ok(LoadBack::Started { tokens: 16 }));
+        rig.match_prefix(short, &t("AB")).unwrap();
+        assert_eq!(rig.load_back(short), Ok(LoadBack::Started { tokens: 8 }));
+        let Pending::ToDevice(_, pairs) = &rig.pending[1] else { panic!("{:?}", rig.pending) };
+        assert!(pairs.iter().all(|p| p.pool == PoolKind::Window), "{pairs:?}");
+        rig.complete(1, &Call::Well);
+        rig.complete(0, if pages_come { &Call::Well } else { &Call::Fails });
+        if pages_come {
+            rig.verify(short, &t("AB"));
+            rig.verify(long, &t("ABCD"));
+        }
+        let state = if pages_come { LoadState::Ready } else { LoadState::Failed };
+        assert_eq!(rig.core.load_state(short), Ok(state));
+        rig.abort(short).unwrap();
+        rig.abort(long).unwrap();
+        rig.assert_quiet();
+    }
+}
+
+/// Without a host slot the state is lost with the device copy: the match is cut, nothing is wrong, nothing leaks.
+#[test]
+fn a_lost_state_only_shortens_the_match() {
+    let mut poor = hybrid(config(8, 16, WT1));
+    poor.state = Some(StateConfig { device: Capacity::Pages(8), host: Capacity::Pages(0) });
+    let mut rig = Rig::new(poor);
+    rig.serve(&t("ABCD"));
+    rig.drain();
+    assert_eq!(rig.core.stats().component_unsaved_pages, 1);
+    flush_device(&mut rig, 8);
+    assert_eq!(found(&rig, "ABCD"), (0, 0));
+    rig.serve(&t("ABCD"));
+    rig.drain();
+    assert_eq!(found(&rig, "ABCD"), (4, 0), "computed again, and the host pages are taken up");
+    rig.assert_quiet();
+}
+
+/// A state is computed again after its node was backed up without one: it follows to the host on its own.
+#[test]
+fn a_state_that_was_computed_again_follows_its_node_to_the_host() {
+    let mut rig = Rig::new(hybrid(config(8, 16, WT1)));
+    // Off a page border there is no state to publish.
+    let mut tokens = t("ABCD");
+    tokens.push(7);
+    rig.serve(&tokens);
+    rig.drain();
+    assert_eq!(rig.core.component_counts(Component::State, Tier::Host).cached_pages, 0);
+    rig.serve(&t("ABCD"));
+    let Pending::ToHost(_, pairs) = &rig.pending[0] else { panic!("{:?}", rig.pending) };
+    assert_eq!(pairs.iter().map(|p| p.pool).collect::<Vec<_>>(), [PoolKind::State]);
+    rig.drain();
+    flush_device(&mut rig, 8);
+    assert_eq!(found(&rig, "ABCD"), (0, 4));
+    rig.serve(&t("ABCD"));
+    rig.drain();
+    rig.assert_quiet();
+}
+
+/// A failed copy of any kind gives all of all pools back.
+#[test]
+fn a_failed_copy_gives_every_pool_back() {
+    let mut rig = Rig::new(hybrid(config(8, 16, WT1)));
+    rig.serve(&t("ABCD"));
+    rig.complete(0, &Call::Fails);
+    assert_eq!(host_free(&rig), [16, 16, 8]);
+    rig.serve(&t("ABCD"));
+    rig.drain();
+    flush_device(&mut rig, 8);
+    let request = rig.request();
+    rig.match_prefix(request, &t("ABCD")).unwrap();
+    rig.load_back(request).unwrap();
+    rig.complete(0, &Call::Fails);
+    rig.abort(request).unwrap();
+    let free =
+        [Component::Window, Component::State].map(|c| rig.core.component_counts(c, Tier::Device).free_pages);
+    assert_eq!(free, [16, 8]);
+    rig.assert_quiet();
+}
+
+/// Through a store and a restart: one process writes, the next one prefetches, loads and goes on.
+#[test]
+fn a_restart_finds_windows_and_states_in_the_store() {
+    let mut before = Rig::new(hybrid(with_store(config(16, 16, WT1))));
+    before.serve(&t("ABCDEF"));
+    before.drain();
+    let mut rig = Rig::new(hybrid(with_store(config(16, 16, WT1))));
+    rig.inherit_store(&before);
+    let request = start(&mut rig, "ABCDEF");
+    rig.drain();
+    assert_eq!(ended(&mut rig, request).loaded_tokens, 24);
+    assert_eq!(rig.core.stats().component_prefetched_pages, 3, "a window of two pages, and a state");
+    let m = rig.match_prefix(request, &t("ABCDEF")).unwrap();
+    assert_eq!(m.host_tokens, 24);
+    rig.load_back(request).unwrap();
+    rig.drain();
+    rig.verify(request, &t("ABCDEF"));
+    rig.abort(request).unwrap();
+    rig.assert_quiet();
+}
+
+/// sgl#30057, sgl#31108 (B28): the pools are asked together, and the stop point is one at which all have what a request
+/// needs: here a state is missing at the end, further up the window has a hole.
+#[test]
+fn b28_the_stop_point_is_one_that_all_pools_have() {
+    let mut rig = Rig::new(hybrid(with_store(config(16, 16, WT1))));
+    let mut page = 0;
+    rig.store_from_elsewhere(NamespaceId::DEFAULT, &t("ABCDEF"), || {
+        page += 1;
+        // Pools take turns: the state of F, the window of D (and with it stop points D and E).
+        [6 * 3, 4 * 3 - 1].contains(&page)
+    });
+    let request = start(&mut rig, "ABCDEF");
+    rig.drain();
+    let end = ended(&mut rig, request);
+    assert_eq!((end.hit_tokens, end.loaded_tokens, end.lost_tokens), (24, 12, 12));
+    assert_eq!(end.reason, Some(Refusal::NotRestorable));
+    assert_eq!(found(&rig, "ABCDEF"), (0, 3));
+    rig.abort(request).unwrap();
+    rig.assert_quiet();
+}
+
+/// A page of Full can not be read after all: the prefetch goes back to the best stop point before it, and reads the window
+/// and the state of that one instead of throwing everything away.
+#[test]
+fn a_shortfall_retreats_to_the_best_stop_point_left() {
+    for bad in 0..6usize {
+        let mut rig = stocked(config(16, 16, WT1), "ABCDEF");
+        let request = start(&mut rig, "ABCDEF");
+        rig.complete(0, &Call::Well);
+        let mut full = 0;
+        while !rig.pending.is_empty() {
+            let Pending::Get(_, _, items) = &rig.pending[0] else { panic!("{:?}", rig.pending) };
+            let outcomes = items.iter().map(|item| {
+                let place = full;
+                full += usize::from(item.pool == PoolKind::Full);
+                let hit = item.pool == PoolKind::Full && place == bad;
+                if hit { PageOutcome::Corrupt } else { PageOutcome::Done }
+            });
+            let how = Call::Each(outcomes.collect());
+            rig.complete(0, &how);
+        }
+        let end = ended(&mut rig, request);
+        assert_eq!(end.loaded_tokens, 4 * bad as u64, "page {bad}");
+        assert_eq!(end.reason, Some(Refusal::StoreFailed));
+        let m = rig.match_prefix(request, &t("ABCDEF")).unwrap();
+        assert_eq!(m.host_tokens, 4 * bad as u64);
+        if bad > 0 {
+            rig.load_back(request).unwrap();
+            rig.drain();
+            rig.verify(request, &t("ABCDEF"));
+        }
+        rig.abort(request).unwrap();
+        rig.assert_quiet();
+    }
+}
+
+/// A window or state that can not be read: the next stop point further up is tried, and in the end nothing is kept.
+#[test]
+fn a_component_that_can_not_be_read_is_not_the_end() {
+    let mut rig = stocked(config(16, 16, WT1), "ABCD");
+    let request = start(&mut rig, "ABCD");
+    rig.complete(0, &Call::Well);
+    let mut tried = 0;
+    while !rig.pending.is_empty() {
+        let Pending::Get(_, _, items) = &rig.pending[0] else { panic!("{:?}", rig.pending) };
+        let outcomes = items.iter().map(|item| match item.pool {
+            PoolKind::State => {
+                tried += 1;
+                PageOutcome::Missing
+            }
+            _ => PageOutcome::Done,
+        });
+        let how = Call::Each(outcomes.collect());
+        rig.complete(0, &how);
+    }
+    assert_eq!(tried, 4, "the states of D, C, B and A");
+    let end = ended(&mut rig, request);
+    assert_eq!((end.hit_tokens, end.loaded_tokens, end.lost_tokens), (16, 0, 16));
+    rig.abort(request).unwrap();
+    assert_eq!(host_free(&rig), [16, 16, 8]);
+    rig.assert_quiet();
+}
+
+/// sgl#31902 (B01, with side pools of other page counts): a dropped refill gives back all pages of all pools.
+#[test]
+fn b01_a_dropped_refill_gives_back_every_pool() {
+    let mut rig = stocked(config(16, 16, WT2), "ABCDEF");
+    rig.serve(&t("AB"));
+    let before = host_free(&rig);
+    let request = start(&mut rig, "ABCDEF");
+    rig.drain();
+    let end = ended(&mut rig, request);
+    assert_eq!((end.loaded_tokens, end.lost_tokens), (0, 16));
+    assert_eq!(end.reason, Some(Refusal::AnchorNotBackedUp));
+    assert_eq!(host_free(&rig), before);
+    rig.abort(request).unwrap();
+    rig.assert_quiet();
+}
+
+/// sgl#9874 (B04) with side pools: an abort in every state of a hybrid prefetch.
+#[test]
+fn b04_an_abort_in_every_state_gives_every_pool_back() {
+    for steps in 0..8 {
+        for fails in [false, true] {
+            let mut rig = stocked(config(16, 16, WT1), "ABCDEF");
+            let before = host_free(&rig);
+            let request = start(&mut rig, "ABCDEF");
+            for _ in 0..steps {
+                if !rig.pending.is_empty() {
+                    rig.complete(0, if fails && steps > 1 { &Call::Fails } else { &Call::Well });
+                }
+            }
+            let whole =
+                matches!(rig.poll_prefetch(request), Ok(PrefetchState::Ended(e)) if e.loaded_tokens > 0);
+            rig.abort(request).unwrap();
+            rig.drain();
+            if !whole {
+                assert_eq!(host_free(&rig), before, "after {steps} steps");
+            }
+            rig.assert_quiet();
+        }
+    }
+}
+
+/// sgl#27550 (B17): best effort stops while the window is still being read. Nothing of it becomes visible, and the pages of
+/// the read stay with it until that has ended, on every rank alike.
+#[test]
+fn b17_a_stop_before_the_window_has_arrived_shows_nothing() {
+    let mut eager = hybrid(with_store(config(16, 16, WT1)));
+    eager.prefetch.policy = PrefetchPolicy::BestEffort;
+    eager.prefetch.batch_pages = 4;
+    let mut ranks: Vec<Rig> = (0..2).map(|_| Rig::new(eager)).collect();
+    let mut votes = Votes::new(2);
+    let mut requests = Vec::new();
+    for rig in &mut ranks {
+        rig.store_from_elsewhere(NamespaceId::DEFAULT, &t("ABCD"), || false);
+        requests.push(start(rig, "ABCD"));
+    }
+    // The query on both, the batch of Full on both, the batch of components on one rank only.
+    for (rank, work) in [(0, 0), (1, 0), (0, 0), (1, 0), (0, 0)] {
+        let event = ranks[rank].perform(work, &Call::Well);
+        votes.cast(rank as u32, event);
+        let mut agreed = Vec::new();
+        votes.settle(&mut agreed);
+        for event in agreed {
+            ranks.iter_mut().for_each(|rig| rig.feed(event.clone()));
+        }
+    }
+    for (rig, &request) in ranks.iter_mut().zip(&requests) {
+        let end = ended(rig, request);
+        assert_eq!((end.loaded_tokens, end.reason), (0, Some(Refusal::OutOfTime)));
+        assert_eq!(found(rig, "ABCD"), (0, 0));
+        assert_eq!(host_free(rig), [16, 14, 7], "the read may still write there");
+    }
+    let event = ranks[1].perform(0, &Call::Well);
+    votes.cast(1, event);
+    let mut agreed = Vec::new();
+    votes.settle(&mut agreed);
+    for (rig, request) in ranks.iter_mut().zip(requests) {
+        rig.feed(agreed[0].clone());
+        assert_eq!(host_free(rig), [16, 16, 8]);
+        rig.abort(request).unwrap();
+        rig.assert_quiet();
+    }
+    assert_eq!(ranks[0].core.digest(), ranks[1].core.digest());
+}
+
+/// Ranks hold different states: they stop where both can go on.
+#[test]
+fn ranks_meet_at_a_stop_point_of_both() {
+    let mut votes = Votes::new(2);
+    let mut ranks = Vec::new();
+    let mut requests = Vec::new();
+    // States at the ends of B and D, and at the ends of B and C.
+    for missing in [[1, 3, 5], [1, 4, 5]] {
+        let mut rig = Rig::new(hybrid(with_store(config(16, 16, WT1))));
+        let mut page = 0;
+        rig.store_from_elsewhere(NamespaceId::DEFAULT, &t("ABCDE"), || {
+            page += 1;
+            page % 3 == 0 && missing.contains(&(page / 3))
+        });
+        requests.push(start(&mut rig, "ABCDE"));
+        let event = rig.perform(0, &Call::Well);
+        votes.cast(ranks.len() as u32, event);
+        ranks.push(rig);
+    }
+    let mut agreed = Vec::new();
+    votes.settle(&mut agreed);
+    for (rig, request) in ranks.iter_mut().zip(requests) {
+        rig.feed(agreed[0].clone());
+        assert_eq!(asked(rig).len(), 4, "two pages, and their window; the state comes next");
+        rig.drain();
+        assert_eq!(ended(rig, request).loaded_tokens, 8);
+        rig.abort(request).unwrap();
+        rig.assert_quiet();
+    }
+    assert_eq!(ranks[0].core.digest(), ranks[1].core.digest());
+}
+
+/// A page is stored when all of it is: a state that the store did not take is tried again with its page.
+#[test]
+fn b37_a_state_that_was_not_stored_is_tried_again() {
+    let mut rig = Rig::new(hybrid(with_store(config(16, 16, WT1))));
+    rig.serve(&t("AB"));
+    rig.drain_kind(|p| matches!(p, Pending::ToHost(..)));
+    while let Some(Pending::Put(_, _, items)) = rig.pending.first() {
+        let each = items.iter().map(|item| match item.pool {
+            PoolKind::State => PageOutcome::Refused,
+            _ => PageOutcome::Done,
+        });
+        let how = Call::Each(each.collect());
+        rig.complete(0, &how);
+    }
+    rig.tick(rig.core.next_timeout().expect("a retry is due"));
+    rig.drain();
+    let mut next = Rig::new(hybrid(with_store(config(16, 16, WT1))));
+    next.inherit_store(&rig);
+    let request = start(&mut next, "AB");
+    next.drain();
+    assert_eq!(ended(&mut next, request).loaded_tokens, 8);
+    next.abort(request).unwrap();
+    rig.assert_quiet();
+}
