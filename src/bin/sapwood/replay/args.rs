@@ -54,6 +54,9 @@ pub(crate) struct Args {
     /// When KV is copied from the device to the host
     #[arg(long, value_enum, default_value = "write-through")]
     pub(crate) write_policy: Policy,
+    /// Who leaves the device and the host first
+    #[arg(long, value_enum, default_value = "lru")]
+    pub(crate) policy: Order,
     /// When host pages are short, give up copies whose node is on the device first (write-through kinds)
     #[arg(long)]
     pub(crate) exclusive: bool,
@@ -147,6 +150,13 @@ pub(crate) enum Policy {
     WriteThroughSelective,
     WriteBack,
     None,
+}
+
+/// `--policy`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum Order {
+    Lru,
+    Adaptive,
 }
 
 /// `--prefetch`.
@@ -314,6 +324,7 @@ mod tests {
             "--abort-rate -0.1",
             "--write-policy sometimes",
             "--prefetch never",
+            "--policy fifo",
             "--store-bytes 0",
             "--store mooncake://nowhere",
             "--store redis://nowhere",

@@ -11,9 +11,9 @@ use sapwood::base::{PageId, Tier};
 use sapwood::engine::{CostModel, Delivery, DraftPlan, ModelIdentity, PrefixCache};
 use sapwood::key::Namespace;
 use sapwood::pool::{Capacities, Capacity, Geometry, GeometryError, Plane, PlaneKind, PoolKind};
-use sapwood::tiers::{PrefetchConfig, PrefetchPolicy, WritePolicy};
+use sapwood::tiers::{Eviction, PrefetchConfig, PrefetchPolicy, WritePolicy};
 
-use super::args::{Args, DevicePages, Draft, Policy, Prefetch, StoreChoice};
+use super::args::{self, Args, DevicePages, Draft, Policy, Prefetch, StoreChoice};
 use super::calls::Calls;
 use super::complain;
 use super::error::InputError;
@@ -104,6 +104,7 @@ pub(crate) fn machine(args: &Args, jobs: &[Job]) -> Result<Machine, InputError> 
         .draft(draft_plan(args))
         .write_policy(write_policy(args))
         .exclusive(args.exclusive)
+        .eviction(eviction(args))
         .prefetch(PrefetchConfig { policy: prefetch_policy(args), ..PrefetchConfig::default() })
         .delivery(Delivery::Modelled(cost_model(args)))
         .on_free(poison(device.clone(), Arc::clone(&host), scrub_faults.clone()));
@@ -176,6 +177,13 @@ fn device_pages(args: &Args, jobs: &[Job]) -> u32 {
             let pages: u64 = jobs.iter().map(need).sum();
             u32::try_from(pages).unwrap_or(u32::MAX).min(sapwood::base::limits::POOL_PAGES_MAX)
         }
+    }
+}
+
+fn eviction(args: &Args) -> Eviction {
+    match args.policy {
+        args::Order::Lru => Eviction::Lru,
+        args::Order::Adaptive => Eviction::Adaptive,
     }
 }
 
