@@ -8,7 +8,7 @@
 /// Hits, in pages, that the learned order may lose for good, as a share of what LRU would have hit.
 const ALLOWED_SHARE: f64 = 0.003;
 /// The same as a share of the capacity, so that a start is possible at all: some requests' worth.
-const ALLOWED_START: f64 = 1.0 / 48.0;
+const ALLOWED_START: f64 = 1.0 / 64.0;
 /// Most lead that is remembered, as a share of LRU's hits and of the capacity: yesterday's gain pays for no more.
 const LEAD_SHARE_MAX: f64 = 0.01;
 /// Hits of followed uses, as a multiple of LRU's, from which a trial starts and below which one ends.

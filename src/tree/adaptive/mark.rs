@@ -19,6 +19,8 @@ pub(super) struct Mark {
     pub(super) sample: u32,
     /// Mean volume between uses that ended here.
     pub(super) mean_gap: u32,
+    /// Depth at which what its request brought starts: that of the first chunk, where it came in chunks.
+    pub(super) base: u32,
     /// Pages that its request brought.
     pub(super) new_pages: u16,
     /// Hint: requests that wait for it.
@@ -53,6 +55,7 @@ impl Default for Mark {
             end: 0,
             sample: NO_SAMPLE,
             mean_gap: 0,
+            base: 0,
             new_pages: 0,
             expected: 0,
             list: 0,

@@ -212,6 +212,7 @@ impl Adaptive {
             family: if parent.is_some() { up.family } else { 1 + (first >> 32) as u8 % 255 },
             fresh: true,
             uses: 1,
+            base: leaf.depth,
             new_pages,
             ..Mark::default()
         };
@@ -226,6 +227,7 @@ impl Adaptive {
             mark.turn = mark.turn.max(turn);
             if up.fresh {
                 mark.new_pages = up.new_pages.saturating_add(new_pages);
+                mark.base = up.base;
                 mark.answer = up.answer;
             }
         }
@@ -438,7 +440,7 @@ impl Adaptive {
             (0..SIGNALS).filter(|s| self.config.silenced >> s & 1 == 1).for_each(|s| signals.silence(s));
         }
         let class = self.scorer.classify(&signals, leaf.pages);
-        let level = self.levels.iter().filter(|&&start| leaf.depth > start).count();
+        let level = self.levels.iter().filter(|&&start| mark.base > start).count();
         let sample = mark.sample;
         let mark = &mut self.marks[at as usize];
         (mark.list, mark.filed) = (class * LEVELS as u8 + level as u8, true);

@@ -54,7 +54,7 @@ impl Signals {
             leaf.kids.min(7) as u16,
             gap,
             half_octave((prompt - end).into()),
-            half_octave(leaf.depth.into()),
+            half_octave(mark.base.into()),
             (leaf.priority.clamp(-2, 2) + 2) as u16,
             u16::from(mark.family),
         ];
