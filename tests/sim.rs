@@ -1,5 +1,5 @@
-//! Seeds of the simulated world. `SAPWOOD_SEED=n` runs that seed alone; `SAPWOOD_SEEDS=n` sets how many, and
-//! `SAPWOOD_STEPS=n` how long each lives.
+//! Seeds of the simulated world. `SAPWOOD_SEED=n` runs that seed alone; `SAPWOOD_SEEDS=n` sets how many,
+//! `SAPWOOD_SEED_FROM=n` where they begin, and `SAPWOOD_STEPS=n` how long each world lives.
 
 use sapwood::base::plant::{Plant, plant};
 use sapwood::pool::Capacity;
@@ -83,7 +83,9 @@ fn run(seed: u64) -> Report {
     };
     let ranks = [1, 2, 4][pick(60, 3) as usize];
     let weather = if seed.is_multiple_of(3) { Weather::FAIR } else { Weather::FOUL };
-    World::new(seed, ranks, config, weather).run(number("SAPWOOD_STEPS").unwrap_or(STEPS))
+    // What takes long to go wrong needs worlds that live long.
+    let steps = if seed % 25 == 24 { 10 * STEPS } else { STEPS };
+    World::new(seed, ranks, config, weather).run(number("SAPWOOD_STEPS").unwrap_or(steps))
 }
 
 #[test]
@@ -93,12 +95,13 @@ fn seeds() {
         return;
     }
     let seeds = number("SAPWOOD_SEEDS").unwrap_or(SEEDS);
+    let from = number("SAPWOOD_SEED_FROM").unwrap_or(0);
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get() as u64);
     let sums = std::thread::scope(|scope| {
         let work: Vec<_> = (0..threads)
             .map(|t| {
                 scope.spawn(move || {
-                    let mine = REGRESSIONS.iter().copied().chain(0..seeds).skip(t as usize);
+                    let mine = REGRESSIONS.iter().copied().chain(from..from + seeds).skip(t as usize);
                     let mut sum = Report::default();
                     for seed in mine.step_by(threads as usize) {
                         let report = run(seed);
@@ -123,8 +126,8 @@ fn seeds() {
         (sum.dropped_tokens, seeds / 20),
         (sum.repairs, seeds / 100),
         (sum.retreats, seeds / 100),
-        (sum.policy_changes, seeds / 2),
-        (sum.restarts, seeds / 2),
+        (sum.policy_changes, seeds / 4),
+        (sum.restarts, seeds / 4),
     ] {
         assert!(what >= least, "{sum:?}");
     }

@@ -392,3 +392,121 @@ fn a_module_declared_for_tests_in_another_file_hides_nothing() {
     let text = "fn f() {}\n#[cfg(test)]\nmod tests;\nfn g() { let _ = std::time::Instant::now(); }\n";
     assert_eq!(check("src/tree/a.rs", text).len(), 1);
 }
+
+/// What stands between back quotes, fenced blocks left out, each with its line.
+fn quoted_names(page: &str) -> Vec<(usize, &str)> {
+    let (mut names, mut fenced) = (Vec::new(), false);
+    for (number, line) in (1..).zip(page.lines()) {
+        if line.trim_start().starts_with("```") {
+            fenced = !fenced;
+        } else if !fenced {
+            names.extend(line.split('`').skip(1).step_by(2).map(|name| (number, name)));
+        }
+    }
+    names
+}
+
+/// What a page names and the package does not have: files, directories, and functions written `file::function`.
+fn missing(path: &str, page: &str, package: &Path) -> Vec<String> {
+    // What is named behind this heading belongs to others.
+    let own = page.find("\n## Sources\n").unwrap_or(page.len());
+    let beside = Path::new(path).parent().unwrap_or(Path::new(""));
+    let places = [Path::new(""), Path::new("src"), Path::new("tests"), Path::new("docs"), beside];
+    let find = |name: &str| places.iter().map(|p| package.join(p).join(name)).find(|file| file.exists());
+    let is_path = |name: &str| {
+        let known = ROOTS.iter().chain(&["docs", ".ci", "fuzz", "peers", "bindings"]);
+        let first = name.split('/').next().unwrap_or("");
+        name.chars().all(|c| is_name(c) || "/.-".contains(c))
+            && name.contains('/')
+            && (name.contains(".rs") || known.into_iter().any(|root| *root == first))
+            && (package.join(first).exists() || ![".ci", "fuzz"].contains(&first))
+    };
+    let mut faults = Vec::new();
+    for (line, name) in quoted_names(&page[..own]) {
+        let (file, function) = name.split_once(".rs::").map_or((name, None), |(f, g)| (f, Some(g)));
+        let file = if function.is_some() { format!("{file}.rs") } else { file.to_owned() };
+        if !is_path(&file) {
+            continue;
+        }
+        match (find(&file), function) {
+            (None, _) => faults.push(format!("{path}:{line}: there is no {file}")),
+            (Some(found), Some(function)) => {
+                let text = fs::read_to_string(&found).unwrap_or_default();
+                let there = words(&text, function).any(|at| text[..at].ends_with("fn "));
+                if !there {
+                    faults.push(format!("{path}:{line}: {file} has no function {function}"));
+                }
+            }
+            (Some(_), None) => {}
+        }
+    }
+    for (at, _) in page[..own].match_indices("](") {
+        let target = page[at + 2..].split([')', '#']).next().unwrap_or("");
+        if !target.is_empty() && !target.contains("://") && !package.join(beside).join(target).exists() {
+            faults.push(format!("{path}:{}: the link leads nowhere: {target}", line_of(page, at)));
+        }
+    }
+    faults
+}
+
+#[test]
+fn what_the_pages_name_is_there() {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut files = vec![package.join("README.md"), package.join("CHANGELOG.md")];
+    for dir in ["docs", "benches", "kernels", "fuzz", "bindings"] {
+        sources(&package.join(dir), &["md"], &mut files);
+    }
+    files.sort();
+    let mut faults = Vec::new();
+    for file in files {
+        let page = fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+        let path = file.strip_prefix(package).expect("below the package").display().to_string();
+        faults.extend(missing(&path, &page, package));
+    }
+    assert!(faults.is_empty(), "{} faults:\n{}", faults.len(), faults.join("\n"));
+}
+
+/// Names of the rules that `sanity` looks at: literals of small letters and hyphens.
+fn rules(text: &str) -> Vec<&str> {
+    let is_rule = |name: &&str| {
+        let fits = |c: char| c == '-' || c.is_ascii_lowercase();
+        name.contains('-') && name.chars().all(fits) && !name.starts_with('-')
+    };
+    text.split('"').skip(1).step_by(2).filter(is_rule).collect()
+}
+
+#[test]
+fn every_rule_of_sanity_has_a_promise_and_the_other_way_round() {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let read = |name: &str| fs::read_to_string(package.join(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let files = ["src/tree/sanity.rs", "src/tree/component/flow.rs", "src/tiers/core.rs"].map(read);
+    let page = read("docs/INVARIANTS.md");
+    let known: Vec<&str> = files.iter().flat_map(|text| rules(text)).collect();
+    assert!(known.len() > 20, "{known:?}");
+    let unnamed: Vec<_> = known.iter().filter(|rule| !page.contains(&format!("`{rule}`"))).collect();
+    assert!(unnamed.is_empty(), "rules that docs/INVARIANTS.md does not name: {unnamed:?}");
+    let named = quoted_names(&page);
+    let quoted = format!("\"{}\"", named.iter().map(|(_, name)| *name).collect::<Vec<_>>().join("\"\""));
+    let gone: Vec<_> = rules(&quoted).into_iter().filter(|rule| !known.contains(rule)).collect();
+    assert!(gone.is_empty(), "docs/INVARIANTS.md names rules that are gone: {gone:?}");
+}
+
+#[test]
+fn what_a_page_names_wrongly_is_found() {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let wrong = [
+        ("see `src/nowhere.rs`", "there is no src/nowhere.rs"),
+        ("`tidy.rs` and `tests/tidy.rs::what_is_not_there`", "has no function what_is_not_there"),
+        ("`tests/nowhere/`", "there is no tests/nowhere/"),
+        ("[a](nowhere.md)", "the link leads nowhere: nowhere.md"),
+    ];
+    for (page, expected) in wrong {
+        let faults = missing("docs/a.md", page, package);
+        assert!(
+            faults.iter().any(|f| f.contains(expected)),
+            "{page}: {expected} was not found, but {faults:?}"
+        );
+    }
+    let fine = "`tests/tidy.rs::missing`, `a/b`, `Core::sanity`, [x](https://example.org/y.md)\n## Sources\n`src/x.rs`\n";
+    assert_eq!(missing("docs/a.md", fine, package), Vec::<String>::new());
+}

@@ -316,6 +316,8 @@ fuzz_target!(|data: &[u8]| {
         w.step(op, &mut i);
     }
     let (p, d) = (w.p.stats(), w.d.stats());
-    assert!(p.orphans <= 4 && p.tombs <= 4 && p.closed <= 8 && p.in_flight <= 3);
+    assert!(p.orphans <= 4 && p.tombs <= 4 && p.closed <= 8);
+    // Blocks are written from two buffers, beside what goes piece by piece.
+    assert!(p.in_flight <= 3 + 2);
     assert_eq!(d.grants == 0, w.out.is_empty() || d.grants == 0);
 });

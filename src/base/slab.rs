@@ -11,7 +11,7 @@ pub struct SlabKey {
 
 /// Values in slots; freed slots are reused under a new generation. All operations O(1); iteration in slot
 /// order, so it may decide.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Slab<T> {
     slots: Vec<(u32, Option<T>)>,
     free: Vec<u32>,

@@ -19,7 +19,8 @@ use crate::backend::store::{ArenaNeed, Store};
 use crate::base::{PageId, Tier};
 use crate::pool::{Capacities, Capacity, Geometry, Plane, PlaneKind, PoolKind};
 use crate::tiers::{
-    ConfigError, Core, CoreConfig, Eviction, PrefetchConfig, RegistrationPolicy, StoreConfig, WritePolicy,
+    Agreement, ConfigError, Core, CoreConfig, Eviction, PrefetchConfig, RegistrationPolicy, Solo,
+    StoreConfig, WritePolicy,
 };
 
 /// What is stored under which name: pages of another model, revision or weights epoch can never be hit.
@@ -161,6 +162,7 @@ pub struct Builder {
     draft: Option<DraftPlan>,
     registration: RegistrationPolicy,
     votes: Box<dyn RankVotes>,
+    agreement: Box<dyn Agreement>,
     scrub: Option<Scrub>,
 }
 
@@ -195,6 +197,7 @@ impl Builder {
             draft: None,
             registration: RegistrationPolicy::default(),
             votes: Box::new(AloneVotes),
+            agreement: Box::new(Solo),
             scrub: None,
         }
     }
@@ -320,6 +323,14 @@ impl Builder {
         self
     }
 
+    /// The ranks that decide together, each with a cache of its own and a shard of the same pages; see
+    /// [`Agreement`] for what that asks of the caller, and [`group`](super::group) for the ranks of one process. Default:
+    /// none but this one.
+    pub fn agreement(mut self, member: impl Agreement + 'static) -> Self {
+        self.agreement = Box::new(member);
+        self
+    }
+
     /// Called with every page of device and host that goes back to its pool, before anything can be written to it
     /// again: the place to erase or poison. Runs on the scheduler's thread.
     pub fn on_free(mut self, scrub: impl FnMut(Tier, PageId) + Send + 'static) -> Self {
@@ -366,7 +377,7 @@ impl Builder {
         let layers = self.geometry.model_layers();
         let store = (lane, lane_config, self.votes);
         let executor = Executor::new(device, store, page_bytes, layers, self.delivery, heard);
-        Ok(PrefixCache::assemble(self.geometry, arena, core, executor, self.scrub))
+        Ok(PrefixCache::assemble(self.geometry, arena, core, executor, self.agreement, self.scrub))
     }
 
     fn core_config(&self, present: u32) -> Result<CoreConfig, BuildError> {

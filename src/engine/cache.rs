@@ -16,8 +16,8 @@ use crate::base::{Fence, NamespaceId, OpId, PageId, Tier, Time, Violation};
 use crate::key::{Namespace, NamespaceError};
 use crate::pool::{Geometry, PlaneId, PlaneKind};
 use crate::tiers::{
-    Alloc, Checkpoint, Core, CoreError, LoadBack, LoadState, MatchInfo, PageCounts, Prefetch, PrefetchState,
-    RequestId, Stats,
+    AgreeError, Agreement, Alloc, Checkpoint, Core, CoreError, LoadBack, LoadState, MatchInfo, PageCounts,
+    Prefetch, PrefetchState, RequestId, Stats,
 };
 
 /// Why a call failed.
@@ -27,6 +27,9 @@ pub enum CacheError {
     /// The core refused; the request keeps what it held.
     #[error(transparent)]
     Core(#[from] CoreError),
+    /// The ranks can not go on together.
+    #[error(transparent)]
+    Agree(#[from] AgreeError),
     /// Under modelled delivery, an operation did not end although everything was done to end it.
     #[error("{op:?} does not end")]
     Stuck {
@@ -93,6 +96,7 @@ pub struct PrefixCache {
     arena: Arc<HostArena>,
     core: Core,
     executor: Executor,
+    agreement: Box<dyn Agreement>,
     dropped: Receiver<RequestId>,
     drops: Sender<RequestId>,
     scrub: Option<Scrub>,
@@ -110,13 +114,14 @@ impl PrefixCache {
         arena: Arc<HostArena>,
         mut core: Core,
         executor: Executor,
+        agreement: Box<dyn Agreement>,
         scrub: Option<Scrub>,
     ) -> Self {
         if scrub.is_some() {
             core.note_freed();
         }
         let (drops, dropped) = unbounded();
-        PrefixCache { geometry, arena, core, executor, dropped, drops, scrub, now: Time::ZERO }
+        PrefixCache { geometry, arena, core, executor, agreement, dropped, drops, scrub, now: Time::ZERO }
     }
 
     /// Interns a namespace. Equal fields give equal ids.
@@ -240,10 +245,14 @@ impl PrefixCache {
         Ok(aborted?)
     }
 
-    /// Tells the time, takes in what has ended and starts what that allows. Time must not go back.
+    /// Tells the time, takes in what has ended and starts what that allows. Time must not go back. With several ranks
+    /// this is a round of their [`Agreement`], and the only call that takes in what has ended.
     pub fn tick(&mut self, now: Time) -> Result<(), CacheError> {
         let now = now.max(self.now);
         self.take_events(now)?;
+        if self.agreement.ranks() > 1 {
+            self.agree(now)?;
+        }
         self.now = now;
         self.core.tick(now);
         self.run_actions(now);
@@ -255,6 +264,9 @@ impl PrefixCache {
     /// known ahead; use the waker.
     #[must_use]
     pub fn next_due(&self) -> Option<Time> {
+        if self.agreement.owes() {
+            return Some(self.now);
+        }
         match (self.executor.next_due(), self.core.next_timeout()) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
@@ -275,6 +287,9 @@ impl PrefixCache {
     fn take_events(&mut self, now: Time) -> Result<(), CacheError> {
         self.take_drops();
         self.run_actions(self.now);
+        if self.agreement.ranks() > 1 {
+            return Ok(());
+        }
         loop {
             let next = self.executor.next_event(now).map_err(|stuck| CacheError::Stuck { op: stuck.op })?;
             let Some((at, event)) = next else { return Ok(()) };
@@ -286,6 +301,27 @@ impl PrefixCache {
             }
             self.run_actions(at);
         }
+    }
+
+    /// One round: reports what has ended here, and takes in what has ended on all ranks.
+    fn agree(&mut self, now: Time) -> Result<(), CacheError> {
+        let (mut ended, mut agreed) = (Vec::new(), Vec::new());
+        while let Some((_, event)) =
+            self.executor.next_event(now).map_err(|stuck| CacheError::Stuck { op: stuck.op })?
+        {
+            ended.push(event);
+        }
+        self.agreement.exchange(self.core.digest(), &mut ended, &mut agreed)?;
+        self.core.tick(now);
+        for event in agreed {
+            let op = event.op();
+            self.core.handle(event);
+            if !self.core.is_in_flight(op) {
+                self.executor.forget(op);
+            }
+            self.run_actions(now);
+        }
+        Ok(())
     }
 
     fn run_actions(&mut self, now: Time) {
@@ -404,7 +440,10 @@ impl PrefixCache {
     /// Whether nothing is in flight and nothing waits to be written to the store.
     #[must_use]
     pub fn is_idle(&self) -> bool {
-        self.core.operations() == 0 && self.core.store_is_idle() && self.dropped.is_empty()
+        self.core.operations() == 0
+            && self.core.store_is_idle()
+            && self.dropped.is_empty()
+            && !self.agreement.owes()
     }
 
     /// Waits, up to `wait_max`, until copies in flight have ended, and takes no more. Returns how many have not.

@@ -12,7 +12,7 @@ pub type Copy = (usize, At, u32);
 
 impl Model {
     /// The last pages of a path that a prefix ending there needs of a component.
-    fn needed(&self, at: At, c: usize) -> Vec<At> {
+    pub(super) fn needed(&self, at: At, c: usize) -> Vec<At> {
         self.up(at).into_iter().take(self.spans[c] as usize).collect()
     }
 
@@ -138,12 +138,17 @@ impl Model {
     /// Pages of a component on a tier that nobody holds, oldest first, then shallowest.
     #[must_use]
     pub fn component_victims(&self, c: usize, tier: usize) -> Vec<u32> {
-        let mut found: Vec<(u64, u32, u32)> = Vec::new();
+        let kept = self.kept_of(c);
+        let mut found: Vec<(bool, u64, u32, u32)> = Vec::new();
         for (at, p) in self.pages.iter().filter(|(at, _)| !self.holds.contains(&(c, **at))) {
-            found.extend(p.components[c][tier].filter(|_| *at != 0).map(|page| (p.used, p.depth, page)));
+            found.extend(
+                p.components[c][tier]
+                    .filter(|_| *at != 0)
+                    .map(|page| (kept.contains(at), p.used, p.depth, page)),
+            );
         }
         found.sort_unstable();
-        found.into_iter().map(|(_, _, page)| page).collect()
+        found.into_iter().map(|(.., page)| page).collect()
     }
 
     /// Gives up one page of a component.

@@ -10,6 +10,7 @@
 
 mod components;
 mod ops;
+mod sessions;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -165,6 +166,8 @@ pub struct Model {
     /// Pages of a match that must have the component; 0: not configured.
     spans: [u32; 2],
     holds: Vec<Hold>,
+    /// Ends of open sessions, oldest first.
+    sessions: BTreeMap<u64, Vec<At>>,
     /// By component and tier.
     freed: [[Vec<u32>; 2]; 2],
 }
@@ -209,6 +212,7 @@ impl Model {
             ops: BTreeMap::new(),
             spans,
             holds: Vec::new(),
+            sessions: BTreeMap::new(),
             freed: Default::default(),
         }
     }
@@ -384,7 +388,7 @@ impl Model {
         self.drop_pin(at);
         let now = self.tick();
         for i in self.up(at) {
-            if self.pages[&i].device == Slot::Empty {
+            if !self.pages[&i].device.there() {
                 self.page(i).used = now;
             }
         }
@@ -539,7 +543,7 @@ impl Model {
 
     // ---- eviction ----
 
-    fn key(&self, at: At) -> (u64, u64, Reverse<u32>) {
+    fn key(&self, kept: &BTreeSet<At>, at: At) -> (bool, u64, u64, Reverse<u32>) {
         let p = &self.pages[&at];
         let (class, age) = match self.order {
             Order::Lru => (0, p.used),
@@ -554,7 +558,7 @@ impl Model {
                 (u64::from(i64::from(p.depth) <= keep), p.used)
             }
         };
-        (class, age, Reverse(p.depth))
+        (kept.contains(&at), class, age, Reverse(p.depth))
     }
 
     /// Device eviction of `want` pages, page by page. With `report`, pages without a host copy (and those above them) stay
@@ -564,6 +568,7 @@ impl Model {
         let mut gone = Gone::default();
         let mut reported: BTreeSet<At> = BTreeSet::new();
         for _ in 0..want {
+            let kept = self.kept();
             let victim = self
                 .pages
                 .iter()
@@ -575,7 +580,7 @@ impl Model {
                     let left = |c: &At| self.pages[c].device != Slot::Empty && !reported.contains(c);
                     !self.children(at).iter().any(left)
                 })
-                .min_by_key(|&at| self.key(at));
+                .min_by_key(|&at| self.key(&kept, at));
             let Some(victim) = victim else { break };
             let page = self.pages[&victim].device.page().expect("a victim is there");
             let blocked = self.children(victim).iter().any(|c| reported.contains(c));
@@ -615,6 +620,7 @@ impl Model {
     fn remove(&mut self, at: At) -> Option<u32> {
         self.drop_components(at, 0);
         self.drop_components(at, 1);
+        self.recede_sessions(at, self.pages[&at].parent);
         self.pages.remove(&at).and_then(|p| p.host.page())
     }
 
@@ -624,6 +630,7 @@ impl Model {
         let pinned = self.covered(&self.pins);
         let mut freed = BTreeSet::new();
         for _ in 0..want {
+            let kept = self.kept();
             let victim = self
                 .pages
                 .iter()
@@ -632,7 +639,7 @@ impl Model {
                 })
                 .map(|(&at, _)| at)
                 .filter(|at| !pinned.contains(at) && self.children(*at).is_empty())
-                .min_by_key(|&at| self.key(at));
+                .min_by_key(|&at| self.key(&kept, at));
             let Some(victim) = victim else { break };
             freed.extend(self.remove(victim));
         }
@@ -655,16 +662,22 @@ impl Model {
         self.pages.keys().filter(|at| free(at)).filter_map(|at| self.pages[at].host.page()).collect()
     }
 
-    /// Gives up one mirror by its host page. False if it must not go.
+    /// Gives up one mirror by its host page. False if it must not go, or if another one that nobody locks was used
+    /// later. (A locked one has not been used for the last time; it may go before or after.)
     pub fn reclaim(&mut self, host_page: u32) -> bool {
-        let may = self.mirrors().contains(&host_page);
-        if may {
-            let found = self.pages.iter().find(|(_, p)| p.depth > 0 && p.host == Slot::There(host_page));
-            if let Some((&at, _)) = found {
-                self.page(at).host = Slot::Empty;
-                self.drop_components(at, 1);
-            }
+        let mirrors = self.mirrors();
+        let locked = self.covered(&self.locks);
+        let found = self.pages.iter().find(|(_, p)| p.depth > 0 && p.host == Slot::There(host_page));
+        let Some((&at, page)) = found.filter(|_| mirrors.contains(&host_page)) else { return false };
+        let later = |(other, p): (&At, &Page)| {
+            let waits = p.host.page().is_some_and(|page| mirrors.contains(&page));
+            *other != 0 && waits && !locked.contains(other) && p.used > page.used
+        };
+        if self.pages.iter().any(later) {
+            return false;
         }
-        may
+        self.page(at).host = Slot::Empty;
+        self.drop_components(at, 1);
+        true
     }
 }

@@ -6,9 +6,29 @@
 //! outcome of any rank. The core needs to know nothing of ranks, no collective sits in a poll path, and an operation
 //! that failed or was cancelled on one rank still has its vote, because every action has exactly one end.
 //!
-//! A collective-based implementation gathers, once per scheduler step, the votes of each rank (keys and outcomes of
-//! what ended there since the last step, and the rank's clock) and feeds all of them to [`Votes`] in rank order; it
-//! may skip the collective in steps in which no operation is in flight, which all ranks know alike.
+//! Three things are asked of the embedder, whatever carries the votes: every rank makes the same calls with the same
+//! arguments in the same order (a dropped request is dropped between the same two calls everywhere), time is one of those
+//! arguments (rank 0's clock, sent along with its decisions), and a rank that fails takes the group down: the others hold
+//! shards of the same pages.
+//!
+//! # Over a collective
+//!
+//! `engine::group` does it for the ranks of one process. An implementation over a collective (NCCL, gloo, MPI, a ring of
+//! sockets) has to
+//!
+//! 1. gather, once per round, one message of every rank: its digest, and what ended on it since its last message (the
+//!    events of [`Event`], layers included). An all-gather of variable length; two of fixed length, sizes first, will do.
+//! 2. compare the digests. All equal, or [`AgreeError::Diverged`]: no further decision may be made.
+//! 3. cast all votes into a [`Votes`] of its own in rank order, and settle once. Every rank does that for itself, on the
+//!    same messages, and so comes to the same list in the same order; nothing has to be sent back.
+//! 4. deliver round *n* with round *n + 1*, as the trait says: then the gather of a round runs beside the computation of
+//!    the step, and no poll path waits for it. A slower rank delays what is agreed, never a decision.
+//! 5. skip the gather where no rank has an operation in flight and none is owed. All ranks know that alike, since their
+//!    cores are alike; none may skip for a reason of its own.
+//! 6. bound the wait for the slowest rank ([`AgreeError::Absent`]). There is no way to go on without it.
+//!
+//! Votes must not be lost or doubled; messages may not be re-ordered between rounds. A rank's own ends are its votes and
+//! nothing more: it must not act on them before they come back.
 
 use std::collections::BTreeMap;
 
@@ -38,7 +58,7 @@ pub enum AgreeError {
 }
 
 /// One member of a group of ranks. See the module page.
-pub trait Agreement: Send {
+pub trait Agreement: Send + std::fmt::Debug {
     /// One round. Takes what ended on this rank, and this rank's digest of decisions; appends what has ended on all
     /// ranks by the round before, in the same order on every rank.
     fn exchange(
@@ -47,6 +67,9 @@ pub trait Agreement: Send {
         ended: &mut Vec<Event>,
         agreed: &mut Vec<Event>,
     ) -> Result<(), AgreeError>;
+
+    /// Another round will bring something even if nothing more ends.
+    fn owes(&self) -> bool;
 
     /// Ranks of the group.
     fn ranks(&self) -> u32;
@@ -65,6 +88,10 @@ impl Agreement for Solo {
     ) -> Result<(), AgreeError> {
         agreed.append(ended);
         Ok(())
+    }
+
+    fn owes(&self) -> bool {
+        false
     }
 
     fn ranks(&self) -> u32 {

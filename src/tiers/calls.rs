@@ -185,7 +185,11 @@ impl Core {
         let opts = InsertOpts { count_hits_from: Some(request.counted), ..InsertOpts::default() };
         let mut out = InsertOut::default();
         let pages = &request.pages[..whole as usize];
-        let done = self.tree.insert_with(key, pages, request.shared, given, opts, &mut out)?;
+        // What the request holds was compared when it was matched or published.
+        let done = match &request.lock {
+            Some(held) => self.tree.insert_from(held, key, pages, request.shared, given, opts, &mut out)?,
+            None => self.tree.insert_with(key, pages, request.shared, given, opts, &mut out)?,
+        };
         request.window.drain(..computed.min(request.window.len()));
         if state.is_some() {
             request.state = None;

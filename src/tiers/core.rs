@@ -103,11 +103,11 @@ pub struct Core {
     freed: Option<Vec<Freed>>,
     /// Requests have taken or let go of device pages since the last write-ahead.
     pub(super) ahead_due: bool,
-    /// Measured speeds.
-    pub(super) rates: Rates,
     /// Nodes used up to this tick of the tree were next in line to leave the device, at the last write-ahead.
     pub(super) ahead_used: u64,
     pub(super) mirrors: Mirrors,
+    /// Measured speeds.
+    pub(super) rates: Rates,
     next_op: u64,
 }
 
@@ -142,9 +142,9 @@ impl Core {
             freed: None,
             log: None,
             ahead_due: false,
-            rates: Rates::default(),
             ahead_used: 0,
             mirrors: Mirrors::default(),
+            rates: Rates::default(),
             next_op: 0,
         })
     }

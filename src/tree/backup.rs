@@ -48,7 +48,7 @@ impl Tree {
         for id in &plan.nodes {
             let node = &self.arena.nodes[id.index as usize];
             plan.node_pages.push(node.pages);
-            plan.device_pages.extend_from_slice(&self.arena.runs[node.run as usize].device[node.range()]);
+            plan.device_pages.extend_from_slice(self.arena.pages(id.index, Tier::Device));
         }
         self.plan_component_backup(&plan.nodes, &mut plan.copies);
         Ok(())
@@ -135,7 +135,7 @@ impl Tree {
             let (mine, rest) = pages.split_at(node.pages as usize);
             pages = rest;
             node.op = slot;
-            self.arena.runs[node.run as usize].set_host(node.range(), mine);
+            self.arena.set_pages(id.index, Tier::Host, mine);
             self.set_host(id.index, Residency::Pending);
         }
         Ok(())
@@ -260,8 +260,7 @@ impl Tree {
 
     /// Gives up the host copy of a node: its pages are appended to `into`.
     pub(super) fn drop_host(&mut self, at: u32, into: &mut Vec<PageId>) {
-        let node = &self.arena.nodes[at as usize];
-        forget_pages(&mut self.arena.runs[node.run as usize].host[node.range()], into);
+        forget_pages(self.arena.pages_mut(at, Tier::Host), into);
         self.drop_components(at, Tier::Host);
         self.set_host(at, Residency::Absent);
     }
@@ -280,7 +279,7 @@ impl Tree {
         if node.host != Residency::Absent || !self.may_hold_host(parent) {
             return Err(violated("backed-up-parent", format!("{} cannot adopt", self.arena.id(at))).into());
         }
-        self.arena.runs[node.run as usize].set_host(node.range(), pages);
+        self.arena.set_pages(at, Tier::Host, pages);
         self.set_host(at, Residency::Present);
         Ok(())
     }

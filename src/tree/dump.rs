@@ -17,7 +17,7 @@ fn mark(state: Residency, letter: char) -> char {
 fn describe(tree: &Tree, at: u32, node: &Node) -> String {
     // A dump is made of broken trees too.
     let from = node.from as usize * tree.page_size as usize;
-    let tokens = tree.arena.runs.get(node.run as usize).and_then(|run| run.tokens.get(from..)).unwrap_or(&[]);
+    let tokens = tree.arena.run_tokens(node.run).get(from..).unwrap_or(&[]);
     let tokens = &tokens[..tokens.len().min(node.pages as usize * tree.page_size as usize)];
     let shown: Vec<String> = tokens.iter().take(4).map(u32::to_string).collect();
     let more = if tokens.len() > 4 { " .." } else { "" };
@@ -34,7 +34,7 @@ fn describe(tree: &Tree, at: u32, node: &Node) -> String {
             let _ = write!(text, " {name} {value}");
         }
     }
-    for op in [node.op, node.store_op] {
+    for op in [node.op, tree.ops.storing(at)] {
         if op != NIL && tree.ops.is_live(op) {
             let _ = write!(text, " {:?}", tree.ops.get(op).id);
         }

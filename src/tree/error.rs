@@ -2,6 +2,8 @@
 
 use crate::base::{NamespaceId, NodeId, OpId, PageId, Violation};
 
+use super::SessionId;
+
 /// A request that the tree did not carry out, and why. The tree is as it was before the call.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum TreeError {
@@ -91,6 +93,9 @@ pub enum TreeError {
     /// A receipt that this tree did not issue, or that was used up.
     #[error("node {0} holds no such lock or pin")]
     ForeignReceipt(NodeId),
+    /// No session of that id is open.
+    #[error("session {0:?} is not open")]
+    UnknownSession(SessionId),
     /// No operation of that id is in flight.
     #[error("{0:?} is not in flight")]
     UnknownOp(OpId),

@@ -49,7 +49,7 @@ impl Tree {
             return;
         }
         let node = &self.arena.nodes[at as usize];
-        let hashes = self.arena.runs[node.run as usize].hashes[node.range()].to_vec();
+        let hashes = self.arena.hashes(at).unwrap_or_default().to_vec();
         self.events.push(if is {
             TreeEvent::Stored {
                 tier,

@@ -4,9 +4,9 @@
 use crate::base::containers::Map;
 use crate::base::{NodeId, PageId, Tier};
 
-use super::node::{Listed, NIL, Node, ROOT, Residency};
+use super::node::{DEVICE_ORDERS, HOST_ORDERS, Listed, NIL, Node, ROOT, Residency};
 use super::order::facts;
-use super::{DeviceEviction, HostEviction, Tree, TreeError, Unbacked};
+use super::{BackupRule, DeviceEviction, HostEviction, Tree, TreeError, Unbacked};
 
 /// Nodes that one [`Tree::evict_host_below`] looks at.
 const BELOW_NODES_MAX: usize = 64;
@@ -25,7 +25,20 @@ impl Tree {
 
     fn evict_device_by_list(&mut self, want_pages: u32, unbacked: Unbacked, out: &mut DeviceEviction) {
         let mut left = want_pages;
-        let mut at = self.orders.device.oldest;
+        for listed in DEVICE_ORDERS {
+            left = self.evict_device_list(listed, left, unbacked, out);
+        }
+    }
+
+    /// Returns what is still wanted.
+    fn evict_device_list(
+        &mut self,
+        listed: Listed,
+        mut left: u32,
+        unbacked: Unbacked,
+        out: &mut DeviceEviction,
+    ) -> u32 {
+        let mut at = self.orders.lists[listed as usize].oldest;
         while left > 0 && at != NIL {
             self.cut_tail(at, left);
             let node = &self.arena.nodes[at as usize];
@@ -39,11 +52,12 @@ impl Tree {
                 out.needs_backup_pages += pages;
             } else {
                 debug_assert!(false, "the oldest node of the device order is a leaf");
-                break;
+                return 0;
             }
             left -= pages;
             at = newer;
         }
+        left
     }
 
     fn evict_device_by_heap(&mut self, want_pages: u32, unbacked: Unbacked, out: &mut DeviceEviction) {
@@ -52,7 +66,7 @@ impl Tree {
         let mut aside = Vec::new();
         let mut reported: Map<u32, u32> = Map::default();
         while left > 0 {
-            let Some(at) = self.orders.first(Tier::Device) else { break };
+            let Some(at) = self.orders.heap_top(DEVICE_ORDERS) else { break };
             let tail = self.orders.policy.tail_pages(&facts(&self.arena.nodes[at as usize]));
             self.cut_tail(at, left.min(tail));
             let node = &self.arena.nodes[at as usize];
@@ -64,31 +78,31 @@ impl Tree {
             } else {
                 out.needs_backup.push(self.arena.id(at));
                 out.needs_backup_pages += pages;
-                self.orders.set_aside(Tier::Device, at);
+                self.orders.take_from_device_heaps(at);
                 aside.push(at);
                 *reported.entry(parent).or_insert(0) += 1;
             }
             let up = &self.arena.nodes[parent as usize];
             let all_reported = up.kids_device > 0 && reported.get(&parent) == Some(&up.kids_device);
             if all_reported && parent != ROOT && up.locks == 0 {
-                self.orders.put(&self.arena, Tier::Device, parent);
+                self.orders.put_in_device_heap(&self.arena, parent);
                 aside.push(parent);
             }
         }
         // Back to what their states say.
         for at in aside {
-            self.orders.set_aside(Tier::Device, at);
+            self.orders.take_from_device_heaps(at);
             self.orders.rekey(&self.arena, at);
         }
     }
 
     /// Whether an un-backed victim is reported: only what the write threshold finds worth a copy.
-    fn reports(&self, node: &Node, unbacked: Unbacked) -> bool {
+    pub(super) fn reports(&self, node: &Node, unbacked: Unbacked) -> bool {
         unbacked == Unbacked::Report && node.hits >= self.write_threshold
     }
 
     /// Splits a node so that it keeps at most its last `pages` pages.
-    fn cut_tail(&mut self, at: u32, pages: u32) {
+    pub(super) fn cut_tail(&mut self, at: u32, pages: u32) {
         let all = self.arena.nodes[at as usize].pages;
         if all > pages {
             self.split(at, all - pages);
@@ -96,7 +110,7 @@ impl Tree {
     }
 
     /// Demotes or deletes an unlocked device leaf. A tick of its own, so that no two leaves are equally old.
-    fn evict_one(&mut self, at: u32, out: &mut DeviceEviction) {
+    pub(super) fn evict_one(&mut self, at: u32, out: &mut DeviceEviction) {
         self.tick();
         let node = &self.arena.nodes[at as usize];
         let pages = node.pages;
@@ -172,9 +186,9 @@ impl Tree {
         self.tick();
         let mut done = HostEviction::default();
         while done.freed_pages < want_pages {
-            let Some(at) = self.orders.first(Tier::Host) else { break };
+            let Some(at) = self.orders.first_host() else { break };
             let node = &self.arena.nodes[at as usize];
-            if node.kids > 0 || node.listed != Listed::Host {
+            if node.kids > 0 || !HOST_ORDERS.contains(&node.listed) {
                 debug_assert!(false, "the oldest node of the host order is a leaf");
                 break;
             }
@@ -210,7 +224,7 @@ impl Tree {
 
     /// Lists the nodes without a host copy, and worth one, among the first `within_pages` pages of the device order: what will have to
     /// be written when room is made, so that it can be written before. Nodes with a backup in flight are not listed.
-    /// Returns when the last node of that range was used, for [`reclaim_mirrors`](Tree::reclaim_mirrors). Under a heap
+    /// Returns when the last used node of that range was used, for [`reclaim_mirrors`](Tree::reclaim_mirrors). Under a heap
     /// policy nothing is known ahead and nothing is listed; under the adaptive one only leaves are, and 0 is returned. O(nodes
     /// in that range).
     pub fn unbacked_ahead(&self, within_pages: u32, out: &mut Vec<NodeId>) -> u64 {
@@ -226,14 +240,16 @@ impl Tree {
             });
             return 0;
         }
-        let mut at = self.orders.device.oldest;
-        while left > 0 && at != NIL {
-            let node = &self.arena.nodes[at as usize];
-            if node.host == Residency::Absent && self.reports(node, Unbacked::Report) {
-                out.push(self.arena.id(at));
+        for listed in DEVICE_ORDERS {
+            let mut at = self.orders.lists[listed as usize].oldest;
+            while left > 0 && at != NIL {
+                let node = &self.arena.nodes[at as usize];
+                if node.host == Residency::Absent && self.reports(node, Unbacked::Report) {
+                    out.push(self.arena.id(at));
+                }
+                left = left.saturating_sub(node.pages);
+                (used, at) = (node.tick.max(used), node.order.newer);
             }
-            left = left.saturating_sub(node.pages);
-            (used, at) = (node.tick, node.order.newer);
         }
         used
     }
@@ -263,7 +279,7 @@ impl Tree {
             let mut child = self.arena.nodes[up as usize].first_child;
             while child != NIL {
                 let low = &self.arena.nodes[child as usize];
-                let held = low.locks > 0 || low.pins > 0 || low.op != NIL || low.store_op != NIL;
+                let held = low.locks > 0 || low.pins > 0 || low.op != NIL;
                 if low.host != Residency::Absent {
                     pages = pages.saturating_add(low.pages);
                     if low.device != Residency::Absent || held || pages >= below_pages {
@@ -299,12 +315,16 @@ impl Tree {
     ) -> HostEviction {
         self.tick();
         let mut done = HostEviction::default();
-        while done.freed_pages < want_pages && self.orders.mirrors.newest != NIL {
-            let at = self.orders.mirrors.newest;
-            if self.arena.nodes[at as usize].tick <= used_after {
-                break;
+        while done.freed_pages < want_pages
+            && let Some(mut at) = self.orders.latest_mirror(&self.arena)
+            && self.arena.nodes[at as usize].tick > used_after
+        {
+            let (left, all) = (want_pages - done.freed_pages, self.arena.nodes[at as usize].pages);
+            match self.rule {
+                BackupRule::Free if all > left => at = self.split(at, left),
+                // The rest has no child with a host copy only once the tail has none.
+                _ => self.cut_tail(at, left),
             }
-            self.cut_tail(at, want_pages - done.freed_pages);
             done.freed_pages += self.arena.nodes[at as usize].pages;
             self.drop_host(at, out);
         }

@@ -1,6 +1,6 @@
 //! Hand-over of device pages: what the tree lacks becomes its own, what it has goes back.
 
-use crate::base::PageId;
+use crate::base::{PageId, Tier};
 use crate::key::{Key, hash_pages};
 
 use super::node::{NO_PAGE, ROOT, Residency};
@@ -141,8 +141,7 @@ impl Tree {
             // The caller's own pages cannot be the ones the tree holds, or is loading into, at the same place.
             let from = node.depth.max(owned_from);
             if from < end {
-                let run = &self.arena.runs[node.run as usize];
-                let mine = &run.device[(node.from + from - node.depth) as usize..];
+                let mine = &self.arena.pages(at, Tier::Device)[(from - node.depth) as usize..];
                 let theirs = &pages[from as usize..end as usize];
                 if let Some((&page, _)) = theirs.iter().zip(mine).find(|(a, b)| a == b) {
                     return Err(TreeError::NotYours { page });
@@ -194,7 +193,7 @@ impl Tree {
             let node = &self.arena.nodes[at as usize];
             if node.end() > owned_from {
                 let skip = owned_from.saturating_sub(node.depth) as usize;
-                let list = &self.arena.runs[node.run as usize].device[node.range()];
+                let list = self.arena.pages(at, Tier::Device);
                 out.canonical.extend_from_slice(&list[skip..]);
             }
             if opts.count_hits_from.is_some()
@@ -247,16 +246,15 @@ impl Tree {
         let p = self.page_size as usize;
         let (from, whole) = (from as usize, pages.len());
         let tokens = &key.tokens[from * p..whole * p + self.view.overlap()];
-        let mut run = self.arena.take_run();
-        run.tokens.extend_from_slice(tokens);
-        run.device.extend_from_slice(&pages[from..]);
-        run.pages = (whole - from) as u32;
+        let run = self.arena.add_run(tokens, (whole - from) as u32);
         if self.hashing {
             let prior = self.prior_hash(parent, key.ns);
-            run.hashes.reserve_exact(whole - from);
-            hash_pages(Key { tokens, ..key }, self.page_size, prior, &mut run.hashes);
+            self.hashed.clear();
+            hash_pages(Key { tokens, ..key }, self.page_size, prior, &mut self.hashed);
+            self.arena.set_hashes(run, 0, &self.hashed);
         }
         let at = self.add_leaf(parent, key.ns, run);
+        self.arena.set_pages(at, Tier::Device, &pages[from..]);
         self.arena.nodes[at as usize].priority = i32::MIN;
         self.set_device(at, Residency::Present);
         at
@@ -264,9 +262,7 @@ impl Tree {
 
     /// A node that has only a host copy takes device pages from an insert.
     fn revive(&mut self, at: u32, pages: &[PageId]) {
-        let node = &self.arena.nodes[at as usize];
-        let run = &mut self.arena.runs[node.run as usize];
-        run.set_device(node.range(), pages);
+        self.arena.set_pages(at, Tier::Device, pages);
         self.set_device(at, Residency::Present);
     }
 

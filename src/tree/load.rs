@@ -57,7 +57,7 @@ impl Tree {
         for id in &plan.nodes {
             let node = &self.arena.nodes[id.index as usize];
             plan.node_pages.push(node.pages);
-            plan.host_pages.extend_from_slice(&self.arena.runs[node.run as usize].host[node.range()]);
+            plan.host_pages.extend_from_slice(self.arena.pages(id.index, Tier::Host));
         }
         if self.has_components() {
             self.plan_component_load(target, &mut plan.copies);
@@ -83,7 +83,7 @@ impl Tree {
                 return Err(TreeError::NotOnDevice(self.arena.id(at)));
             }
             let skipped = from.saturating_sub(node.depth);
-            let pages = &self.arena.runs[node.run as usize].device[node.range()][skipped as usize..];
+            let pages = &self.arena.pages(at, Tier::Device)[skipped as usize..];
             let into = start + (node.depth + skipped - from) as usize;
             out[into..into + pages.len()].copy_from_slice(pages);
             at = node.parent;
@@ -147,7 +147,7 @@ impl Tree {
             let (mine, rest) = pages.split_at(node.pages as usize);
             pages = rest;
             node.op = slot;
-            self.arena.runs[node.run as usize].set_device(node.range(), mine);
+            self.arena.set_pages(id.index, Tier::Device, mine);
             self.set_device(id.index, Residency::Pending);
         }
         slot
@@ -258,8 +258,7 @@ impl Tree {
 
     /// Gives up the device copy of a node: its pages are appended to `into`.
     pub(super) fn drop_device(&mut self, at: u32, into: &mut Vec<PageId>) {
-        let node = &self.arena.nodes[at as usize];
-        forget_pages(&mut self.arena.runs[node.run as usize].device[node.range()], into);
+        forget_pages(self.arena.pages_mut(at, Tier::Device), into);
         self.drop_components(at, Tier::Device);
         self.set_device(at, Residency::Absent);
     }

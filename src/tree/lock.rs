@@ -140,7 +140,8 @@ impl Tree {
         let mut used = self.end_of_use(by);
         let mut at = anchor;
         loop {
-            used = self.used_until(at, used);
+            used = self.arena.nodes[at as usize].tick.max(used);
+            self.orders.take_tick(&mut self.arena, at, used);
             let node = &mut self.arena.nodes[at as usize];
             if node.locks > 1 {
                 node.locks -= 1;
@@ -168,17 +169,6 @@ impl Tree {
         }
     }
 
-    /// Notes a use of a held node, unless there was a later one. Returns the last use.
-    fn used_until(&mut self, at: u32, tick: u64) -> u64 {
-        let node = &self.arena.nodes[at as usize];
-        if node.tick >= tick {
-            return node.tick;
-        }
-        self.orders.stamp(&mut self.arena, at, tick);
-        self.orders.aged(&mut self.arena, at);
-        tick
-    }
-
     /// A use has ended below `at`, which stays held. Who holds it carries the news on, later; but the order of
     /// components has the held nodes in it, so there it is told at once, to those that `counts` for. O(path) with
     /// components.
@@ -186,7 +176,7 @@ impl Tree {
         let mut at = at;
         while self.has_components() && by == Holder::Request && at != ROOT {
             if counts(&self.arena.nodes[at as usize]) {
-                self.used_until(at, used);
+                self.orders.take_tick(&mut self.arena, at, used);
             }
             at = self.arena.nodes[at as usize].parent;
         }
@@ -213,13 +203,15 @@ impl Tree {
     /// Takes one pin off the path to `anchor`. A pin is a use only of what lies on the host alone: the order of the device
     /// does not depend on pins.
     pub(super) fn unpin_path(&mut self, anchor: u32, by: Holder) {
-        let host_only: fn(&Node) -> bool = |node| node.device == Residency::Absent;
+        // A node that is being loaded may yet fall back on its host copy.
+        let host_only: fn(&Node) -> bool = |node| node.device != Residency::Present;
         self.arena.nodes[anchor as usize].own_pins -= 1;
         let mut used = self.end_of_use(by);
         let mut at = anchor;
         loop {
             if host_only(&self.arena.nodes[at as usize]) {
-                used = self.used_until(at, used);
+                used = self.arena.nodes[at as usize].tick.max(used);
+                self.orders.take_tick(&mut self.arena, at, used);
             }
             let node = &mut self.arena.nodes[at as usize];
             node.pins -= 1;

@@ -5,7 +5,7 @@
 //!
 //! | file | decides |
 //! |---|---|
-//! | `node` | what a node is; runs |
+//! | `node`, `rows` | what a node is; runs, and their memory |
 //! | `walk` | look-ups |
 //! | `shape` | split, merge, removal: the only writer of links between nodes |
 //! | `lock` | locks and pins |
@@ -14,7 +14,8 @@
 //! | `backup` | host copies: the only writer of host presence, and the backed-up-parent rule |
 //! | `load` | the only writer of device presence; loads from the host |
 //! | `refill` | hand-over of pages that came from a store |
-//! | `evict` | device and host eviction |
+//! | `evict`, `evict_plan` | device and host eviction, at once or as plan and commit |
+//! | `session` | what conversations will come back for |
 //! | `store` | hashes and store presence |
 //! | `component` | windows and states |
 //! | `event` | the stream of residency |
@@ -27,6 +28,7 @@ mod dump;
 mod error;
 mod event;
 mod evict;
+mod evict_plan;
 mod insert;
 mod load;
 mod lock;
@@ -35,7 +37,9 @@ mod op;
 mod order;
 mod policy;
 mod refill;
+mod rows;
 mod sanity;
+mod session;
 mod shape;
 mod store;
 #[cfg(test)]
@@ -46,17 +50,20 @@ mod walk;
 pub use component::{Component, ComponentCopy, ComponentPages, ComponentPut, InsertComponents, PerComponent};
 pub use error::{TreeConfigError, TreeError};
 pub use event::TreeEvent;
+pub use evict_plan::{EvictionPlan, Fate, Victim};
 pub use policy::{EvictionPolicy, NodeFacts, Policy};
+pub use session::SessionId;
 pub use types::*;
 
 use crate::base::limits::PAGE_SIZE_MAX;
 use crate::base::tag_table::TagTable;
 use crate::base::{NamespaceId, NodeId, PageId, Tier};
-use crate::key::{Key, KeyView, Namespace, NamespaceError, Namespaces};
+use crate::key::{Key, KeyView, Namespace, NamespaceError, Namespaces, PageHash};
 
 use node::{Arena, NO_PAGE, ROOT, Residency};
 use op::Ops;
 use order::Orders;
+use session::Sessions;
 
 /// A prefix tree over one set of namespaces and one device pool. One owner drives it; nothing is re-entrant.
 #[derive(Clone, Debug)]
@@ -73,6 +80,7 @@ pub struct Tree {
     orders: Orders,
     ops: Ops,
     namespaces: Namespaces,
+    sessions: Sessions,
     stats: TreeStats,
     /// Pages of a match that must have the component, by component; 0: not configured.
     spans: PerComponent<u32>,
@@ -84,6 +92,8 @@ pub struct Tree {
     events: Vec<TreeEvent>,
     /// Path of the walk in progress; kept for its memory.
     path: Vec<u32>,
+    /// Hashes of the insert in progress; kept for its memory.
+    hashed: Vec<PageHash>,
 }
 
 impl Tree {
@@ -116,6 +126,7 @@ impl Tree {
             orders: Orders::new(config.policy, spans != [0; 2]),
             ops: Ops::default(),
             namespaces: Namespaces::new(),
+            sessions: Sessions::default(),
             stats: TreeStats::default(),
             spans,
             component_pages: [[0; 2]; 2],
@@ -123,6 +134,7 @@ impl Tree {
             with_events: config.events,
             events: Vec::new(),
             path: Vec::new(),
+            hashed: Vec::new(),
         })
     }
 
@@ -217,6 +229,7 @@ impl Tree {
             }
         }
         self.arena.clear();
+        self.sessions.forget_ends();
         if self.with_events {
             self.events.push(TreeEvent::Cleared);
         }
@@ -279,7 +292,7 @@ impl Tree {
     pub fn device_pages(&self, node: NodeId) -> Result<&[PageId], TreeError> {
         let n = &self.arena.nodes[self.slot(node)? as usize];
         let there = n.device == Residency::Present && n.pages > 0;
-        Ok(if there { &self.arena.runs[n.run as usize].device[n.range()] } else { &[] })
+        Ok(if there { self.arena.pages(node.index, Tier::Device) } else { &[] })
     }
 
     /// Host pages of a node; empty if it has no published host copy.
@@ -289,7 +302,7 @@ impl Tree {
     pub fn host_pages(&self, node: NodeId) -> Result<&[PageId], TreeError> {
         let n = &self.arena.nodes[self.slot(node)? as usize];
         let there = n.host == Residency::Present && n.pages > 0;
-        Ok(if there { &self.arena.runs[n.run as usize].host[n.range()] } else { &[] })
+        Ok(if there { self.arena.pages(node.index, Tier::Host) } else { &[] })
     }
 
     /// Tick of the last use of a node: greater is later, and nothing else follows from it.
@@ -321,14 +334,13 @@ impl Tree {
     pub fn for_each_page(&self, tier: Tier, mut f: impl FnMut(NodeId, PageId)) {
         for at in self.arena.live().filter(|&at| at != ROOT) {
             let node = &self.arena.nodes[at as usize];
-            let run = &self.arena.runs[node.run as usize];
-            let (state, pages) = match tier {
-                Tier::Device => (node.device, &run.device),
-                Tier::Host => (node.host, &run.host),
+            let state = match tier {
+                Tier::Device => node.device,
+                Tier::Host => node.host,
                 Tier::Store => return,
             };
             if state != Residency::Absent {
-                pages[node.range()].iter().for_each(|&page| f(self.arena.id(at), page));
+                self.arena.pages(at, tier).iter().for_each(|&page| f(self.arena.id(at), page));
             }
         }
     }
@@ -372,9 +384,9 @@ impl Tree {
 
     fn tokens_of(&self, at: u32) -> &[u32] {
         let node = &self.arena.nodes[at as usize];
-        let run = &self.arena.runs[node.run as usize];
         let p = self.page_size as usize;
-        &run.tokens[node.from as usize * p..(node.from + node.pages) as usize * p + self.view.overlap()]
+        &self.arena.run_tokens(node.run)
+            [node.from as usize * p..(node.from + node.pages) as usize * p + self.view.overlap()]
     }
 
     fn refresh(&mut self, at: u32) {

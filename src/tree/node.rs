@@ -6,10 +6,11 @@
 
 use std::ops::Range;
 
-use crate::base::{NamespaceId, NodeId, PageId};
+use crate::base::{NamespaceId, NodeId, PageId, Tier};
 use crate::key::PageHash;
 
 use super::component::{COMPONENTS, Lists};
+use super::rows::{Row, Rows};
 
 /// No node, run or operation.
 pub(super) const NIL: u32 = u32::MAX;
@@ -27,13 +28,20 @@ pub(super) enum Residency {
     Present,
 }
 
-/// Which eviction order a node stands in.
+/// Which eviction order a node stands in. Each tier has two: what a session will come back for goes after all the rest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Listed {
-    Nowhere,
     Device,
+    DeviceKept,
     Host,
+    HostKept,
+    Nowhere,
 }
+
+/// The orders of the device, in the order in which they are emptied.
+pub(super) const DEVICE_ORDERS: [Listed; 2] = [Listed::Device, Listed::DeviceKept];
+/// Those of the host.
+pub(super) const HOST_ORDERS: [Listed; 2] = [Listed::Host, Listed::HostKept];
 
 /// Links of an intrusive list. `newer` leads to the most recently used end.
 #[derive(Clone, Copy, Debug)]
@@ -57,7 +65,7 @@ pub(super) struct Node {
     pub(super) pages: u32,
     /// Pages from the root to the start of the node.
     pub(super) depth: u32,
-    pub(super) ns: NamespaceId,
+    pub(super) first_child: u32,
     pub(super) generation: u32,
     pub(super) device: Residency,
     pub(super) host: Residency,
@@ -66,8 +74,7 @@ pub(super) struct Node {
     pub(super) order: Links,
     /// Own locks plus children with any: a lock walks up only to the first node that had one.
     pub(super) locks: u32,
-    /// The same for host pins.
-    pub(super) pins: u32,
+    pub(super) kids: u32,
     pub(super) tick: u64,
     /// Children whose device copy is not absent.
     pub(super) kids_device: u32,
@@ -80,13 +87,14 @@ pub(super) struct Node {
     pub(super) own_locks: u32,
     pub(super) own_pins: u32,
     pub(super) mirror: Links,
-    pub(super) first_child: u32,
+    pub(super) ns: NamespaceId,
     pub(super) sibling: Links,
-    pub(super) kids: u32,
+    /// As `locks`, of host pins.
+    pub(super) pins: u32,
+    /// Session ends at this node plus children with any, as `locks`.
+    pub(super) refs: u32,
     /// Children whose host copy is not absent.
     pub(super) kids_host: u32,
-    /// Slot of the store write in flight.
-    pub(super) store_op: u32,
     /// Inserts counted, saturating at what policy and threshold can tell apart.
     pub(super) hits: u32,
     pub(super) priority: i32,
@@ -125,6 +133,7 @@ impl Node {
             first_child: NIL,
             sibling: Links::NONE,
             kids: 0,
+            refs: 0,
             kids_device: 0,
             kids_host: 0,
             locks: 0,
@@ -132,7 +141,6 @@ impl Node {
             pins: 0,
             own_pins: 0,
             op: NIL,
-            store_op: NIL,
             hits: 0,
             priority: 0,
             reach: 0,
@@ -142,73 +150,93 @@ impl Node {
     }
 }
 
-/// Shared payload of a path of nodes. Lists other than `tokens` are empty until something is put into them.
-#[derive(Clone, Debug, Default)]
-#[repr(C)]
+/// Shared payload of a path of nodes; one cache line. Rows other than `tokens` are none until something is put into them.
+#[derive(Clone, Debug)]
+#[repr(C, align(64))]
 pub(super) struct Run {
     /// Raw tokens: one per unit, and one more in the bigram view.
-    pub(super) tokens: Vec<u32>,
-    pub(super) device: Vec<PageId>,
-    pub(super) host: Vec<PageId>,
-    pub(super) hashes: Vec<PageHash>,
-    /// One bit per page.
-    pub(super) stored: Vec<u64>,
-    /// Component lists; none in a tree without components.
-    pub(super) components: Option<Box<[Lists; COMPONENTS]>>,
+    pub(super) tokens: Row,
+    pub(super) device: Row,
+    pub(super) host: Row,
+    pub(super) hashes: Row,
     pub(super) pages: u32,
     /// Nodes that are ranges of this run.
     pub(super) nodes: u32,
+    rare: Option<Box<Rare>>,
+}
+
+const _: () = assert!(size_of::<Run>() == 64);
+
+/// What most runs do not have.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Rare {
+    /// One bit per page.
+    stored: Vec<u64>,
+    /// Component lists; none in a tree without components.
+    pub(super) components: Option<Box<[Lists; COMPONENTS]>>,
 }
 
 impl Run {
-    pub(super) fn set_device(&mut self, range: Range<usize>, pages: &[PageId]) {
-        self.device.resize(self.pages as usize, NO_PAGE);
-        self.device[range].copy_from_slice(pages);
+    const EMPTY: Run = Run {
+        tokens: Row::NONE,
+        device: Row::NONE,
+        host: Row::NONE,
+        hashes: Row::NONE,
+        pages: 0,
+        nodes: 0,
+        rare: None,
+    };
+
+    pub(super) fn rare(&self) -> Option<&Rare> {
+        self.rare.as_deref()
     }
 
-    pub(super) fn set_host(&mut self, range: Range<usize>, pages: &[PageId]) {
-        self.host.resize(self.pages as usize, NO_PAGE);
-        self.host[range].copy_from_slice(pages);
+    pub(super) fn rare_mut(&mut self) -> &mut Rare {
+        self.rare.get_or_insert_default()
     }
 
     pub(super) fn is_stored(&self, page: usize) -> bool {
-        self.stored.get(page / 64).is_some_and(|word| word >> (page % 64) & 1 == 1)
+        self.rare()
+            .is_some_and(|rare| rare.stored.get(page / 64).is_some_and(|word| word >> (page % 64) & 1 == 1))
     }
 
-    pub(super) fn set_stored(&mut self, page: usize) {
-        self.stored.resize((self.pages as usize).div_ceil(64), 0);
-        self.stored[page / 64] |= 1 << (page % 64);
+    pub(super) fn set_stored(&mut self, page: usize, stored: bool) {
+        if stored || self.is_stored(page) {
+            let words = (self.pages as usize).div_ceil(64);
+            let bits = &mut self.rare_mut().stored;
+            bits.resize(words, 0);
+            let bit = 1 << (page % 64);
+            bits[page / 64] = if stored { bits[page / 64] | bit } else { bits[page / 64] & !bit };
+        }
     }
 
-    fn clear(&mut self) {
-        self.tokens.clear();
-        self.device.clear();
-        self.host.clear();
-        self.hashes.clear();
-        self.stored.clear();
-        self.components = None;
-        (self.pages, self.nodes) = (0, 0);
+    pub(super) fn forget_stored(&mut self) {
+        if let Some(rare) = &mut self.rare {
+            rare.stored.clear();
+        }
     }
 
-    /// Forgets the pages from `pages` on. Memory is given back when three quarters of it are idle.
-    pub(super) fn truncate(&mut self, pages: u32, tokens: usize) {
-        self.pages = pages;
-        let pages = pages as usize;
-        self.tokens.truncate(tokens);
-        self.device.truncate(pages);
-        self.host.truncate(pages);
-        self.hashes.truncate(pages);
+    /// Forgets the marks and components of the pages from `pages` on.
+    fn truncate_rare(&mut self) {
+        let pages = self.pages as usize;
         self.truncate_components(pages);
-        self.stored.truncate(pages.div_ceil(64));
-        if let Some(last) = self.stored.get_mut(pages / 64) {
-            *last &= (1 << (pages % 64)) - 1;
+        if let Some(rare) = &mut self.rare {
+            rare.stored.truncate(pages.div_ceil(64));
+            if let Some(last) = rare.stored.get_mut(pages / 64) {
+                *last &= (1 << (pages % 64)) - 1;
+            }
         }
-        if tokens * 4 < self.tokens.capacity() {
-            self.tokens.shrink_to_fit();
-            self.device.shrink_to_fit();
-            self.host.shrink_to_fit();
-            self.hashes.shrink_to_fit();
-        }
+    }
+}
+
+/// Copies `range` of `from` behind the first `used` elements of `row`, making room by at least a quarter if there is none.
+fn append<T: Copy>(rows: &mut Rows<T>, row: &mut Row, used: usize, from: Row, range: Range<usize>) {
+    let need = used + range.len();
+    if need > row.capacity() {
+        rows.resize(row, used, need.max(used + used / 4));
+    }
+    if !from.is_none() {
+        rows.copy(from, range, *row, used);
     }
 }
 
@@ -219,13 +247,11 @@ pub(super) struct Arena {
     free_nodes: Vec<u32>,
     pub(super) runs: Vec<Run>,
     free_runs: Vec<u32>,
-    /// Emptied runs, kept for their memory: a cache at capacity then allocates nothing to replace what it evicts.
-    spare_runs: Vec<Run>,
+    token_rows: Rows<u32>,
+    /// Device and host lists.
+    page_rows: Rows<PageId>,
+    hash_rows: Rows<PageHash>,
 }
-
-/// Most emptied runs kept, and the most tokens one may have room for: 16 MiB in all.
-const SPARE_RUNS_MAX: usize = 256;
-const SPARE_RUN_TOKENS_MAX: usize = 16 * 1024;
 
 impl Arena {
     pub(super) fn new() -> Arena {
@@ -234,7 +260,9 @@ impl Arena {
             free_nodes: Vec::new(),
             runs: Vec::new(),
             free_runs: Vec::new(),
-            spare_runs: Vec::new(),
+            token_rows: Rows::new(0),
+            page_rows: Rows::new(NO_PAGE),
+            hash_rows: Rows::new(PageHash([0; 32])),
         }
     }
 
@@ -287,26 +315,25 @@ impl Arena {
         self.release_run(run);
     }
 
-    pub(super) fn release_run(&mut self, run: u32) {
-        let r = &mut self.runs[run as usize];
-        r.nodes -= 1;
-        if r.nodes == 0 {
-            let mut old = std::mem::take(r);
-            self.free_runs.push(run);
-            let fits = old.tokens.capacity() <= SPARE_RUN_TOKENS_MAX;
-            if fits && self.spare_runs.len() < SPARE_RUNS_MAX {
-                old.clear();
-                self.spare_runs.push(old);
-            }
+    /// One node less in a run. The run goes with its last node.
+    pub(super) fn release_run(&mut self, at: u32) {
+        let run = &mut self.runs[at as usize];
+        run.nodes -= 1;
+        if run.nodes == 0 {
+            self.token_rows.free(&mut run.tokens);
+            self.page_rows.free(&mut run.device);
+            self.page_rows.free(&mut run.host);
+            self.hash_rows.free(&mut run.hashes);
+            (run.pages, run.rare) = (0, None);
+            self.free_runs.push(at);
         }
     }
 
-    /// An empty run, with the memory of an old one if there is any.
-    pub(super) fn take_run(&mut self) -> Run {
-        self.spare_runs.pop().unwrap_or_default()
-    }
-
-    pub(super) fn add_run(&mut self, run: Run) -> u32 {
+    /// A new run of one node, with tokens and nothing else. Amortised O(tokens), and no allocation in the long run.
+    pub(super) fn add_run(&mut self, tokens: &[u32], pages: u32) -> u32 {
+        let row = self.token_rows.alloc(tokens.len());
+        self.token_rows.slice_mut(row)[..tokens.len()].copy_from_slice(tokens);
+        let run = Run { tokens: row, pages, nodes: 1, ..Run::EMPTY };
         match self.free_runs.pop() {
             Some(slot) => {
                 self.runs[slot as usize] = run;
@@ -317,6 +344,117 @@ impl Arena {
                 self.runs.len() as u32 - 1
             }
         }
+    }
+
+    /// Tokens of a run, with whatever room there is behind them.
+    #[inline]
+    pub(super) fn run_tokens(&self, run: u32) -> &[u32] {
+        self.token_rows.slice(self.runs[run as usize].tokens)
+    }
+
+    #[cfg(test)]
+    pub(super) fn run_tokens_mut(&mut self, run: u32) -> &mut [u32] {
+        self.token_rows.slice_mut(self.runs[run as usize].tokens)
+    }
+
+    fn list(&self, run: &Run, tier: Tier) -> &[PageId] {
+        self.page_rows.slice(if tier == Tier::Device { run.device } else { run.host })
+    }
+
+    /// Pages of a node on the device or the host; empty without such a list.
+    #[inline]
+    pub(super) fn pages(&self, at: u32, tier: Tier) -> &[PageId] {
+        let node = &self.nodes[at as usize];
+        self.list(&self.runs[node.run as usize], tier).get(node.range()).unwrap_or_default()
+    }
+
+    /// The same, to change; the node has such a list.
+    pub(super) fn pages_mut(&mut self, at: u32, tier: Tier) -> &mut [PageId] {
+        let node = &self.nodes[at as usize];
+        let run = &self.runs[node.run as usize];
+        let row = if tier == Tier::Device { run.device } else { run.host };
+        self.page_rows.slice_mut(row).get_mut(node.range()).unwrap_or_default()
+    }
+
+    /// Writes the pages of a node on a tier. `pages` is as long as the node.
+    pub(super) fn set_pages(&mut self, at: u32, tier: Tier, pages: &[PageId]) {
+        let node = &self.nodes[at as usize];
+        let (run, range) = (&mut self.runs[node.run as usize], node.range());
+        let len = run.pages as usize;
+        let row = if tier == Tier::Device { &mut run.device } else { &mut run.host };
+        if row.is_none() {
+            *row = self.page_rows.alloc(len);
+            self.page_rows.slice_mut(*row).fill(NO_PAGE);
+        }
+        self.page_rows.slice_mut(*row)[range].copy_from_slice(pages);
+    }
+
+    /// Page hashes of a node, if its run has any.
+    pub(super) fn hashes(&self, at: u32) -> Option<&[PageHash]> {
+        let node = &self.nodes[at as usize];
+        self.hash_rows.slice(self.runs.get(node.run as usize)?.hashes).get(node.range())
+    }
+
+    /// Writes the hashes of a range of a run.
+    pub(super) fn set_hashes(&mut self, run: u32, from: u32, hashes: &[PageHash]) {
+        let run = &mut self.runs[run as usize];
+        if run.hashes.is_none() {
+            run.hashes = self.hash_rows.alloc(run.pages as usize);
+        }
+        let from = from as usize;
+        self.hash_rows.slice_mut(run.hashes)[from..from + hashes.len()].copy_from_slice(hashes);
+    }
+
+    /// Forgets the pages of a run from `pages` on. Memory is given back when three quarters of it are idle.
+    pub(super) fn truncate_run(&mut self, run: u32, pages: u32, tokens: usize) {
+        let run = &mut self.runs[run as usize];
+        run.pages = pages;
+        run.truncate_rare();
+        if tokens * 4 < run.tokens.capacity() {
+            let pages = pages as usize;
+            self.token_rows.resize(&mut run.tokens, tokens, tokens);
+            for row in [&mut run.device, &mut run.host].into_iter().filter(|row| !row.is_none()) {
+                self.page_rows.resize(row, pages, pages);
+            }
+            if !run.hashes.is_none() {
+                self.hash_rows.resize(&mut run.hashes, pages, pages);
+            }
+        }
+    }
+
+    /// Appends the content of a run to another; `overlap` tokens at its start are there already. The other is empty then.
+    pub(super) fn append_run(&mut self, to: u32, from: u32, page_size: usize, overlap: usize) {
+        let tail = std::mem::replace(&mut self.runs[from as usize], Run { nodes: 1, ..Run::EMPTY });
+        let run = &mut self.runs[to as usize];
+        let (before, more) = (run.pages as usize, tail.pages as usize);
+        let after = before + more;
+        run.pages = after as u32;
+        let (old, new) = (before * page_size + overlap, after * page_size + overlap);
+        append(&mut self.token_rows, &mut run.tokens, old, tail.tokens, overlap..new - old + overlap);
+        for (row, other) in [(&mut run.device, tail.device), (&mut run.host, tail.host)] {
+            if row.is_none() && !other.is_none() {
+                *row = self.page_rows.alloc(after);
+                self.page_rows.slice_mut(*row).fill(NO_PAGE);
+            }
+            if !row.is_none() {
+                append(&mut self.page_rows, row, before, other, 0..more);
+                if other.is_none() {
+                    self.page_rows.slice_mut(*row)[before..after].fill(NO_PAGE);
+                }
+            }
+        }
+        if !tail.hashes.is_none() {
+            append(&mut self.hash_rows, &mut run.hashes, before, tail.hashes, 0..more);
+        }
+        run.extend_components(before, &tail);
+        for page in (0..more).filter(|&page| tail.is_stored(page)) {
+            run.set_stored(before + page, true);
+        }
+        let Run { mut tokens, mut device, mut host, mut hashes, .. } = tail;
+        self.token_rows.free(&mut tokens);
+        self.page_rows.free(&mut device);
+        self.page_rows.free(&mut host);
+        self.hash_rows.free(&mut hashes);
     }
 
     /// Every id of every node dies; generations go on.

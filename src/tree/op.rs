@@ -8,7 +8,7 @@ use crate::base::containers::Map;
 use crate::base::{OpId, PageId, Tier};
 
 use super::component::{COMPONENTS, ComponentCopy, PerComponent};
-use super::node::Arena;
+use super::node::{Arena, NIL};
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum OpKind {
@@ -56,12 +56,28 @@ pub(super) struct Ops {
     slots: Vec<Option<Op>>,
     free: Vec<u32>,
     by_id: Map<OpId, u32>,
+    /// Store writes by node slot, every fragment of a split node under its own. Such nodes are pinned.
+    storing: Map<u32, u32>,
 }
 
 impl Ops {
     pub(super) fn find(&self, id: OpId, kind: OpKind) -> Option<u32> {
         let slot = *self.by_id.get(&id)?;
         self.slots[slot as usize].as_ref().is_some_and(|op| op.kind == kind).then_some(slot)
+    }
+
+    /// The store write in flight for a node.
+    pub(super) fn storing(&self, node: u32) -> u32 {
+        self.storing.get(&node).copied().unwrap_or(NIL)
+    }
+
+    /// Notes or forgets (`NIL`) it.
+    pub(super) fn set_storing(&mut self, node: u32, slot: u32) {
+        if slot == NIL {
+            self.storing.remove(&node);
+        } else {
+            self.storing.insert(node, slot);
+        }
     }
 
     pub(super) fn contains(&self, id: OpId) -> bool {

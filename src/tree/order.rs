@@ -7,11 +7,11 @@
 use std::cmp::Reverse;
 
 use crate::base::Tier;
-use crate::base::heap::IndexHeap;
+use crate::base::heap::{HeapKey, IndexHeap};
 
 use super::adaptive::{Adaptive, Hint, Leaf};
 use super::component::COMPONENTS;
-use super::node::{Arena, Links, Listed, NIL, Node, ROOT, Residency};
+use super::node::{Arena, DEVICE_ORDERS, HOST_ORDERS, Links, Listed, NIL, Node, ROOT, Residency};
 use super::policy::{NodeFacts, Policy};
 use super::types::BackupRule;
 
@@ -30,19 +30,21 @@ impl Ends {
 #[derive(Clone, Debug)]
 pub(super) struct Orders {
     pub(super) policy: Policy,
-    pub(super) device: Ends,
-    pub(super) host: Ends,
-    pub(super) device_heap: IndexHeap,
-    pub(super) host_heap: IndexHeap,
+    /// By [`Listed`]; in use under LRU.
+    pub(super) lists: [Ends; 4],
+    /// By [`Listed`]; in use under every other policy.
+    pub(super) heaps: [IndexHeap; 4],
     /// The order that learns, in place of the heaps.
     pub(super) adaptive: Option<Box<Adaptive>>,
-    /// Nodes whose host copy could be given up, by age.
+    /// Nodes whose host copy could be given up, by last use.
     pub(super) mirrors: Ends,
-    /// By component and tier: nodes that have any of it.
-    pub(super) components: [[IndexHeap; 2]; COMPONENTS],
-    /// Where a node last went to its place by age, on the device, on the host, and among the mirrors: operations end
-    /// about in the order in which they began, so the next place is near. May name anything.
-    pub(super) fingers: [u32; 3],
+    /// Such nodes that were older than the newest mirror when they became one. Key: latest use first.
+    pub(super) old_mirrors: IndexHeap,
+    /// By component and tier: nodes that have any of it that no session will need, and nodes that have any that one will.
+    pub(super) components: [[[IndexHeap; 2]; 2]; COMPONENTS],
+    /// Where a node last went back to its place by age, by [`Listed`]: operations end about in the order in which they
+    /// began, so the next place is near. May name anything.
+    pub(super) fingers: [u32; 4],
     /// The tree has components; without them no call looks at `components`.
     pub(super) has_components: bool,
     /// Advances once per call, and by the pages of requests where the order learns; the only clock.
@@ -103,52 +105,15 @@ fn link_above(nodes: &mut [Node], ends: &mut Ends, at: u32, below: u32, links: F
     }
 }
 
-/// Links a node behind everything older. O(1) for one that was just used; else a search from both ends of the list and
-/// from the place of the last such call at once, which costs the shortest of the three ways.
-/// `is_in` says which nodes are in the list.
-fn link_by_age(
-    nodes: &mut [Node],
-    ends: &mut Ends,
-    finger: &mut u32,
-    at: u32,
-    links: Field,
-    is_in: impl Fn(&Node) -> bool,
-) {
-    // Of nodes with one tick, which lie on one path, the deepest is the oldest.
-    let age = |node: &Node| (node.tick, Reverse(node.depth));
-    let mine = age(&nodes[at as usize]);
-    let older = |nodes: &[Node], other: u32| age(&nodes[other as usize]) < mine;
-    if ends.newest == NIL || older(nodes, ends.newest) {
-        link_newest(nodes, ends, at, links);
-        return;
-    }
-    let (mut low, mut high, mut near) = (ends.oldest, ends.newest, *finger);
-    if near == at || nodes.get(near as usize).is_none_or(|node| !is_in(node)) {
-        near = high;
-    }
-    let border = loop {
-        let at_low = *links(&mut nodes[low as usize]);
-        if !older(nodes, low) {
-            break at_low.older;
-        }
-        low = at_low.newer;
-        let next = links(&mut nodes[high as usize]).older;
-        if next == NIL || older(nodes, next) {
-            break next;
-        }
-        high = next;
-        let (at_near, below) = (*links(&mut nodes[near as usize]), older(nodes, near));
-        let next = if below { at_near.newer } else { at_near.older };
-        if next == NIL || older(nodes, next) != below {
-            break if below { near } else { next };
-        }
-        near = next;
-    };
-    *finger = at;
-    match border {
-        NIL => link_oldest(nodes, ends, at, links),
-        _ => link_above(nodes, ends, at, border, links),
-    }
+/// What lists are sorted by. Of nodes with one tick, which lie on one path, the deepest is the oldest.
+fn age(nodes: &[Node], at: u32) -> (u64, Reverse<u32>) {
+    let node = &nodes[at as usize];
+    (node.tick, Reverse(node.depth))
+}
+
+/// The same for a heap that yields the latest first.
+pub(super) fn mirror_key(node: &Node) -> HeapKey {
+    (!node.tick, u64::from(node.depth))
 }
 
 pub(super) fn facts(node: &Node) -> NodeFacts {
@@ -171,7 +136,13 @@ fn leaf(node: &Node) -> Leaf {
         reach: node.reach,
         kids: node.kids,
         priority: node.priority,
+        kept: node.refs > 0,
     }
+}
+
+/// The tier of an order.
+fn tier_of(listed: Listed) -> Tier {
+    if DEVICE_ORDERS.contains(&listed) { Tier::Device } else { Tier::Host }
 }
 
 impl Orders {
@@ -183,27 +154,50 @@ impl Orders {
         Orders {
             adaptive,
             policy,
-            device: Ends::EMPTY,
-            host: Ends::EMPTY,
-            device_heap: IndexHeap::default(),
-            host_heap: IndexHeap::default(),
+            lists: [Ends::EMPTY; 4],
+            heaps: Default::default(),
             mirrors: Ends::EMPTY,
+            old_mirrors: IndexHeap::default(),
             components: Default::default(),
-            fingers: [NIL; 3],
+            fingers: [NIL; 4],
             has_components,
             tick: 0,
+        }
+    }
+
+    /// First node to go of the host order.
+    pub(super) fn first_host(&mut self) -> Option<u32> {
+        if !self.policy.is_list() {
+            return self.heap_top(HOST_ORDERS);
+        }
+        HOST_ORDERS.iter().map(|&listed| self.lists[listed as usize].oldest).find(|&at| at != NIL)
+    }
+
+    /// First node to go of a tier's two heaps.
+    pub(super) fn heap_top(&mut self, orders: [Listed; 2]) -> Option<u32> {
+        if let Some(adaptive) = &mut self.adaptive {
+            return adaptive.first(tier_of(orders[0]), self.tick);
+        }
+        orders.iter().find_map(|&listed| self.heaps[listed as usize].peek())
+    }
+
+    /// Takes a node out of the device heaps for the duration of one eviction.
+    pub(super) fn take_from_device_heaps(&mut self, at: u32) {
+        for listed in DEVICE_ORDERS {
+            self.set_aside(listed, at);
         }
     }
 
     /// Where a node belongs, from its state alone. `sanity` asks the same question.
     pub(super) fn place(&self, at: u32, node: &Node) -> Listed {
         let leaf_only = !self.policy.is_list();
+        let kept = usize::from(node.refs > 0);
         if at == ROOT || node.locks > 0 {
             Listed::Nowhere
         } else if node.device == Residency::Present {
-            if leaf_only && node.kids_device > 0 { Listed::Nowhere } else { Listed::Device }
+            if leaf_only && node.kids_device > 0 { Listed::Nowhere } else { DEVICE_ORDERS[kept] }
         } else if node.host == Residency::Present && node.pins == 0 {
-            if leaf_only && node.kids > 0 { Listed::Nowhere } else { Listed::Host }
+            if leaf_only && node.kids > 0 { Listed::Nowhere } else { HOST_ORDERS[kept] }
         } else {
             Listed::Nowhere
         }
@@ -225,12 +219,7 @@ impl Orders {
         let want = self.place(at, node);
         let mirror = Self::is_mirror(rule, at, node);
         if mirror != node.mirrored {
-            node.mirrored = mirror;
-            if mirror {
-                self.link_mirror(arena, at);
-            } else {
-                unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
-            }
+            if mirror { self.add_mirror(arena, at) } else { self.remove_mirror(arena, at) }
         }
         if arena.nodes[at as usize].listed != want {
             self.leave(arena, at);
@@ -249,30 +238,46 @@ impl Orders {
             return;
         }
         if self.policy.is_list() {
-            let (ends, finger) = match want {
-                Listed::Device => (&mut self.device, &mut self.fingers[0]),
-                _ => (&mut self.host, &mut self.fingers[1]),
-            };
-            link_by_age(&mut arena.nodes, ends, finger, at, order_links, |node| node.listed == want);
+            self.link_by_age(&mut arena.nodes, at, want);
         } else {
             self.rekey(arena, at);
         }
     }
 
-    fn link_mirror(&mut self, arena: &mut Arena, at: u32) {
-        let (ends, finger) = (&mut self.mirrors, &mut self.fingers[2]);
-        link_by_age(&mut arena.nodes, ends, finger, at, mirror_links, |node| node.mirrored);
-    }
-
-    /// The tick of a held node was changed; it stands in no order, but perhaps among the mirrors and the components.
-    #[inline]
-    pub(super) fn aged(&mut self, arena: &mut Arena, at: u32) {
-        if arena.nodes[at as usize].mirrored && self.mirrors.newest != at {
-            unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
-            self.link_mirror(arena, at);
+    /// Links a node behind everything older. O(1) for one that was just used; else a search from both ends of the order
+    /// and from the place of the last such call at once, which costs the shortest of the three ways.
+    fn link_by_age(&mut self, nodes: &mut [Node], at: u32, want: Listed) {
+        let (ends, finger) = (&mut self.lists[want as usize], &mut self.fingers[want as usize]);
+        let mine = age(nodes, at);
+        if ends.newest == NIL || age(nodes, ends.newest) < mine {
+            link_newest(nodes, ends, at, order_links);
+            return;
         }
-        if self.has_components {
-            self.rekey_components(arena, at);
+        let (mut low, mut high, mut near) = (ends.oldest, ends.newest, *finger);
+        if nodes.get(near as usize).is_none_or(|node| node.listed != want || near == at) {
+            near = high;
+        }
+        let border = loop {
+            if age(nodes, low) > mine {
+                break nodes[low as usize].order.older;
+            }
+            low = nodes[low as usize].order.newer;
+            let next = nodes[high as usize].order.older;
+            if next == NIL || age(nodes, next) < mine {
+                break next;
+            }
+            high = next;
+            let (links, older) = (nodes[near as usize].order, age(nodes, near) < mine);
+            let next = if older { links.newer } else { links.older };
+            if next == NIL || (age(nodes, next) < mine) != older {
+                break if older { near } else { next };
+            }
+            near = next;
+        };
+        *finger = at;
+        match border {
+            NIL => link_oldest(nodes, ends, at, order_links),
+            _ => link_above(nodes, ends, at, border, order_links),
         }
     }
 
@@ -292,46 +297,35 @@ impl Orders {
         let listed = std::mem::replace(&mut arena.nodes[at as usize].listed, Listed::Nowhere);
         match (listed, self.policy.is_list()) {
             (Listed::Nowhere, _) => {}
-            (Listed::Device, true) => unlink(&mut arena.nodes, &mut self.device, at, order_links),
-            (Listed::Host, true) => unlink(&mut arena.nodes, &mut self.host, at, order_links),
-            (Listed::Device, false) => self.set_aside(Tier::Device, at),
-            (Listed::Host, false) => self.set_aside(Tier::Host, at),
+            (_, true) => unlink(&mut arena.nodes, &mut self.lists[listed as usize], at, order_links),
+            (_, false) => self.set_aside(listed, at),
         }
     }
 
-    /// Takes a leaf out of the order of a tier, or not if it is not in; never of a list.
-    pub(super) fn set_aside(&mut self, tier: Tier, at: u32) {
+    /// Takes a leaf out of an order, or not if it is not in; never of a list.
+    fn set_aside(&mut self, listed: Listed, at: u32) {
         match &mut self.adaptive {
-            Some(adaptive) => adaptive.leave(tier, at),
-            None if tier == Tier::Device => _ = self.device_heap.remove(at),
-            None => _ = self.host_heap.remove(at),
+            Some(adaptive) => adaptive.leave(tier_of(listed), at),
+            None => _ = self.heaps[listed as usize].remove(at),
         }
     }
 
-    /// Puts a leaf into the order of a tier, at the place that is right for it now; never of a list.
-    pub(super) fn put(&mut self, arena: &Arena, tier: Tier, at: u32) {
+    /// Puts a leaf into an order, at the place that is right for it now; never of a list.
+    fn put(&mut self, arena: &Arena, listed: Listed, at: u32) {
         let node = &arena.nodes[at as usize];
         match &mut self.adaptive {
             Some(adaptive) => {
-                adaptive.leave(tier, at);
-                adaptive.enter(tier, at, &leaf(node), self.tick);
+                adaptive.leave(tier_of(listed), at);
+                adaptive.enter(tier_of(listed), at, &leaf(node), self.tick);
             }
-            None if tier == Tier::Device => self.device_heap.set(at, self.policy.key(&facts(node))),
-            None => self.host_heap.set(at, self.policy.key(&facts(node))),
+            None => self.heaps[listed as usize].set(at, self.policy.key(&facts(node))),
         }
     }
 
-    /// The next victim of a tier.
-    pub(super) fn first(&mut self, tier: Tier) -> Option<u32> {
-        match &mut self.adaptive {
-            Some(adaptive) => adaptive.first(tier, self.tick),
-            None if self.policy.is_list() => {
-                let ends = if tier == Tier::Device { self.device } else { self.host };
-                (ends.oldest != NIL).then_some(ends.oldest)
-            }
-            None if tier == Tier::Device => self.device_heap.peek(),
-            None => self.host_heap.peek(),
-        }
+    /// Puts a node into the device heap that it belongs to, as if it were a leaf.
+    pub(super) fn put_in_device_heap(&mut self, arena: &Arena, at: u32) {
+        let kept = arena.nodes[at as usize].refs > 0;
+        self.put(arena, DEVICE_ORDERS[usize::from(kept)], at);
     }
 
     /// A node was made; `name` names its pages.
@@ -349,19 +343,19 @@ impl Orders {
         if let Some(adaptive) = &mut self.adaptive {
             let (now, mut lru_pages, mut last) = (self.tick, 0, None);
             for &at in path {
-                let node = &mut arena.nodes[at as usize];
+                let node = &arena.nodes[at as usize];
                 lru_pages += adaptive.used(node.tick, now, node.pages);
                 if node.listed != Listed::Nowhere {
                     adaptive.answered(at, now);
                 }
-                last = Some((at, std::mem::replace(&mut node.tick, now)));
+                last = Some((at, node.tick));
             }
             if let Some((at, tick)) = last {
                 adaptive.answered(at, now);
                 adaptive.ended(at, tick, now);
             }
             adaptive.request(now, pages, lru_pages);
-            path.iter().rev().for_each(|&at| self.aged(arena, at));
+            path.iter().rev().for_each(|&at| self.set_tick(arena, at, now));
             self.tick += u64::from(pages);
         }
     }
@@ -371,8 +365,7 @@ impl Orders {
         let Some(adaptive) = &mut self.adaptive else { return };
         let tier = match arena.nodes[at as usize].listed {
             Listed::Nowhere => return adaptive.hint(at, hint, self.tick),
-            Listed::Device => Tier::Device,
-            Listed::Host => Tier::Host,
+            listed => tier_of(listed),
         };
         adaptive.leave(tier, at);
         adaptive.hint(at, hint, self.tick);
@@ -383,16 +376,6 @@ impl Orders {
     pub(super) fn pass(&mut self, pages: u32) {
         if self.adaptive.is_some() {
             self.tick += u64::from(pages);
-        }
-    }
-
-    /// Makes `tick` the time of a node's last use. Its place in the orders is the caller's business.
-    #[inline]
-    pub(super) fn stamp(&mut self, arena: &mut Arena, at: u32, tick: u64) {
-        let node = &mut arena.nodes[at as usize];
-        let old = std::mem::replace(&mut node.tick, tick);
-        if let Some(adaptive) = self.adaptive.as_mut().filter(|_| at != ROOT) {
-            adaptive.renew((old, tick), node.pages);
         }
     }
 
@@ -407,8 +390,64 @@ impl Orders {
         if self.has_components {
             self.forget_components(at);
         }
-        if std::mem::replace(&mut arena.nodes[at as usize].mirrored, false) {
+        self.remove_mirror(arena, at);
+    }
+
+    /// Mirrors go by their last use, latest first. Those that become one just after their use stand in a list, which is
+    /// sorted because it only grows at its newest end; those that become one later stand in a heap. O(1), or O(log) there.
+    fn add_mirror(&mut self, arena: &mut Arena, at: u32) {
+        arena.nodes[at as usize].mirrored = true;
+        match self.mirrors.newest {
+            newest if newest != NIL && age(&arena.nodes, at) < age(&arena.nodes, newest) => {
+                self.old_mirrors.set(at, mirror_key(&arena.nodes[at as usize]));
+            }
+            _ => link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links),
+        }
+    }
+
+    pub(super) fn remove_mirror(&mut self, arena: &mut Arena, at: u32) {
+        if std::mem::replace(&mut arena.nodes[at as usize].mirrored, false) && !self.old_mirrors.remove(at) {
             unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+        }
+    }
+
+    /// The mirror that was used last.
+    pub(super) fn latest_mirror(&self, arena: &Arena) -> Option<u32> {
+        let listed = Some(self.mirrors.newest).filter(|&at| at != NIL);
+        match (listed, self.old_mirrors.peek()) {
+            (Some(a), Some(b)) => Some(if age(&arena.nodes, a) > age(&arena.nodes, b) { a } else { b }),
+            (a, b) => a.or(b),
+        }
+    }
+
+    /// Changes the tick of a node that stands in no order of eviction, or will stand in the same place of it.
+    #[inline]
+    pub(super) fn take_tick(&mut self, arena: &mut Arena, at: u32, tick: u64) {
+        self.renew(arena, at, tick);
+        self.set_tick(arena, at, tick);
+    }
+
+    /// Tells the order that learns that a node's last use moves to `tick`.
+    #[inline]
+    fn renew(&mut self, arena: &Arena, at: u32, tick: u64) {
+        if let Some(adaptive) = self.adaptive.as_mut().filter(|_| at != ROOT) {
+            let node = &arena.nodes[at as usize];
+            adaptive.renew((node.tick, tick), node.pages);
+        }
+    }
+
+    #[inline]
+    fn set_tick(&mut self, arena: &mut Arena, at: u32, tick: u64) {
+        if arena.nodes[at as usize].tick != tick {
+            let mirrored = arena.nodes[at as usize].mirrored;
+            self.remove_mirror(arena, at);
+            arena.nodes[at as usize].tick = tick;
+            if mirrored {
+                self.add_mirror(arena, at);
+            }
+            if self.has_components {
+                self.rekey_components(arena, at);
+            }
         }
     }
 
@@ -417,17 +456,17 @@ impl Orders {
         if self.policy.is_list() {
             return;
         }
-        match arena.nodes[at as usize].listed {
-            Listed::Nowhere => {}
-            Listed::Device => self.put(arena, Tier::Device, at),
-            Listed::Host => self.put(arena, Tier::Host, at),
+        let listed = arena.nodes[at as usize].listed;
+        if listed != Listed::Nowhere {
+            self.put(arena, listed, at);
         }
     }
 
     /// Marks a node as just used.
     #[inline]
     pub(super) fn touch(&mut self, arena: &mut Arena, at: u32) {
-        self.stamp(arena, at, self.tick);
+        self.renew(arena, at, self.tick);
+        arena.nodes[at as usize].tick = self.tick;
         self.freshen_mirror(arena, at);
         if self.has_components {
             self.rekey_components(arena, at);
@@ -438,21 +477,22 @@ impl Orders {
             }
             return;
         }
-        let ends = match arena.nodes[at as usize].listed {
-            Listed::Nowhere => return,
-            Listed::Device => &mut self.device,
-            Listed::Host => &mut self.host,
-        };
+        let listed = arena.nodes[at as usize].listed;
+        if listed == Listed::Nowhere {
+            return;
+        }
+        let ends = &mut self.lists[listed as usize];
         if ends.newest != at {
             unlink(&mut arena.nodes, ends, at, order_links);
             link_newest(&mut arena.nodes, ends, at, order_links);
         }
     }
 
-    /// A mirror that is used goes to the end that is given up first. O(1).
+    /// A mirror was used now. O(1), or O(log) the first time.
     fn freshen_mirror(&mut self, arena: &mut Arena, at: u32) {
         if arena.nodes[at as usize].mirrored && self.mirrors.newest != at {
-            unlink(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
+            self.remove_mirror(arena, at);
+            arena.nodes[at as usize].mirrored = true;
             link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links);
         }
     }
@@ -461,11 +501,16 @@ impl Orders {
     pub(super) fn split(&mut self, arena: &mut Arena, rule: BackupRule, prefix: u32, suffix: u32) {
         let listed = arena.nodes[suffix as usize].listed;
         if self.policy.is_list() && listed != Listed::Nowhere {
-            let ends = if listed == Listed::Device { &mut self.device } else { &mut self.host };
             arena.nodes[prefix as usize].listed = listed;
-            link_above(&mut arena.nodes, ends, prefix, suffix, order_links);
+            link_above(&mut arena.nodes, &mut self.lists[listed as usize], prefix, suffix, order_links);
         } else {
             self.rekey(arena, suffix);
+        }
+        if self.old_mirrors.remove(suffix) {
+            self.old_mirrors.set(suffix, mirror_key(&arena.nodes[suffix as usize]));
+        } else if Self::is_mirror(rule, prefix, &arena.nodes[prefix as usize]) {
+            arena.nodes[prefix as usize].mirrored = true;
+            link_above(&mut arena.nodes, &mut self.mirrors, prefix, suffix, mirror_links);
         }
         self.refresh(arena, rule, prefix);
         if self.has_components {

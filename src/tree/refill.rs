@@ -167,10 +167,13 @@ impl Tree {
         hashes: Vec<PageHash>,
     ) -> Result<u32, TreeError> {
         let p = self.page_size as usize;
-        let mut run = self.arena.take_run();
-        run.tokens.extend_from_slice(&rest.tokens[from * p..host_pages.len() * p + self.view.overlap()]);
-        run.hashes.extend_from_slice(hashes.get(from..).unwrap_or_default());
-        run.pages = (host_pages.len() - from) as u32;
+        let tokens = &rest.tokens[from * p..host_pages.len() * p + self.view.overlap()];
+        let run = self.arena.add_run(tokens, (host_pages.len() - from) as u32);
+        if let Some(hashes) = hashes.get(from..)
+            && self.hashing
+        {
+            self.arena.set_hashes(run, 0, hashes);
+        }
         let at = self.add_leaf(parent, rest.ns, run);
         self.arena.nodes[at as usize].priority = self.arena.nodes[parent as usize].priority;
         if self.orders.policy.uses_reach() {

@@ -6,15 +6,16 @@ use crate::base::containers::Set;
 use crate::base::{PageId, Tier, Violation};
 use crate::key::{Key, hash_pages};
 
-use super::node::{Listed, NIL, NO_PAGE, Node, ROOT, Residency};
+use super::node::{DEVICE_ORDERS, HOST_ORDERS, Listed, NIL, NO_PAGE, Node, ROOT, Residency};
 use super::op::OpKind;
-use super::order::{Ends, Orders, facts};
+use super::order::{Ends, Orders, facts, mirror_key};
+use super::walk::tag_of;
 use super::{BackupRule, Tree, TreeStats};
 
-struct Report(Vec<Violation>);
+pub(super) struct Report(Vec<Violation>);
 
 impl Report {
-    fn must(&mut self, ok: bool, rule: &'static str, detail: Arguments<'_>) {
+    pub(super) fn must(&mut self, ok: bool, rule: &'static str, detail: Arguments<'_>) {
         if !ok {
             self.0.push(Violation { rule, detail: detail.to_string() });
         }
@@ -47,6 +48,7 @@ impl Tree {
         self.check_runs(&sound, &mut report);
         self.check_orders(&sound, &mut report);
         self.check_ops(&mut report);
+        self.check_sessions(&mut report);
         self.check_counters(&sound, &mut report);
         self.check_pages(&mut report);
         report.0
@@ -80,7 +82,7 @@ impl Tree {
         let in_run = self.arena.runs.get(n.run as usize).is_some_and(|run| {
             let units = run.pages as usize * self.page_size as usize;
             u64::from(n.from) + u64::from(n.pages) <= u64::from(run.pages)
-                && run.tokens.len() == units + self.view.overlap()
+                && run.tokens.capacity() >= units + self.view.overlap()
         });
         report.must(in_run, "range-in-run", format_args!("node {at} is not inside run {}", n.run));
         let found = self.table.find(n.tag, |item| (item == at).then_some(()));
@@ -91,7 +93,7 @@ impl Tree {
     /// Child lists and what is counted over them. False if a list cannot be followed.
     fn check_children(&self, at: u32, report: &mut Report) -> bool {
         let n = self.node(at);
-        let (mut kids, mut device, mut host, mut locks, mut pins) = (0, 0, 0, 0, 0);
+        let (mut kids, mut device, mut host, mut locks, mut pins, mut refs) = (0, 0, 0, 0, 0, 0);
         let (mut child, mut older) = (n.first_child, NIL);
         while child != NIL {
             if !self.arena.is_live(child) || child == ROOT || kids as usize > self.arena.nodes.len() {
@@ -109,6 +111,7 @@ impl Tree {
             host += u32::from(c.host != Residency::Absent);
             locks += u32::from(c.locks > 0);
             pins += u32::from(c.pins > 0);
+            refs += u32::from(c.refs > 0);
             (older, child) = (child, c.sibling.newer);
         }
         report.must(
@@ -127,6 +130,12 @@ impl Tree {
                 "node {at}: locks {} = {} + {locks}, pins {} = {} + {pins}?",
                 n.locks, n.own_locks, n.pins, n.own_pins
             ),
+        );
+        let own = self.sessions.ends_at(at);
+        report.must(
+            at == ROOT || n.refs == own + refs,
+            "session-refs",
+            format_args!("node {at}: {} = {own} + {refs}?", n.refs),
         );
         true
     }
@@ -169,30 +178,32 @@ impl Tree {
         );
         let marked = n.device == Pending || n.host == Pending;
         report.must(marked == (n.op != NIL), "op-marks", format_args!("node {at}: op {}", n.op));
-        for (op, kinds) in [(n.op, &[OpKind::Backup, OpKind::Load][..]), (n.store_op, &[OpKind::Store][..])] {
+        let storing = self.ops.storing(at);
+        for (op, kinds) in [(n.op, &[OpKind::Backup, OpKind::Load][..]), (storing, &[OpKind::Store][..])] {
             let fits = op == NIL || (self.ops.is_live(op) && kinds.contains(&self.ops.get(op).kind));
             report.must(fits, "op-marks", format_args!("node {at} names no operation that fits"));
         }
-        report.must(n.store_op == NIL || n.pins > 0, "pins", format_args!("node {at} stored and not pinned"));
+        report.must(storing == NIL || n.pins > 0, "pins", format_args!("node {at} stored and not pinned"));
     }
 
     fn check_payload(&self, at: u32, report: &mut Report) {
         let n = self.node(at);
-        let run = &self.arena.runs[n.run as usize];
-        for (state, list, tier) in [(n.device, &run.device, "device"), (n.host, &run.host, "host")] {
-            let ok = state == Residency::Absent
-                || list.get(n.range()).is_some_and(|pages| pages.iter().all(|&page| page != NO_PAGE));
-            report.must(ok, "page-list", format_args!("node {at} lacks {tier} pages"));
+        for (state, tier) in [(n.device, Tier::Device), (n.host, Tier::Host)] {
+            let pages = self.arena.pages(at, tier);
+            let all = pages.len() == n.pages as usize && pages.iter().all(|&page| page != NO_PAGE);
+            let ok = state == Residency::Absent || all;
+            report.must(ok, "page-list", format_args!("node {at} lacks {tier:?} pages"));
         }
         // The walk must come back here, and so finds siblings that share a first page.
         let first = &self.tokens_of(at)[..self.page_size as usize + self.view.overlap()];
         let walk = self.walk(n.parent, Key { ns: n.ns, tokens: first, view: self.view }, |_, _| {});
-        report.must(walk.last == at, "reachable", format_args!("a walk to node {at} ends at {}", walk.last));
+        let found = walk.last == at && n.tag == tag_of(n.parent, n.ns, first);
+        report.must(found, "reachable", format_args!("a walk to node {at} ends at {}", walk.last));
         if self.hashing {
             let mut want = Vec::new();
             let key = Key { ns: n.ns, tokens: self.tokens_of(at), view: self.view };
             hash_pages(key, self.page_size, self.prior_hash(n.parent, n.ns), &mut want);
-            let ok = run.hashes.get(n.range()) == Some(&want[..]);
+            let ok = self.arena.hashes(at) == Some(&want[..]);
             report.must(ok, "hash-chain", format_args!("node {at} has wrong hashes"));
         }
     }
@@ -235,11 +246,24 @@ impl Tree {
             );
         }
         let mirrors = sound.iter().filter(|&&at| self.node(at).mirrored).count();
-        self.check_list(self.orders.mirrors, mirrors, |n| (n.mirror.older, n.mirror.newer), report);
-        for (tier, ends, heap) in [
-            (Listed::Device, self.orders.device, &self.orders.device_heap),
-            (Listed::Host, self.orders.host, &self.orders.host_heap),
-        ] {
+        let listed = mirrors.saturating_sub(self.orders.old_mirrors.len());
+        self.check_list(self.orders.mirrors, listed, |n| (n.mirror.older, n.mirror.newer), report);
+        let (mut at, mut key) = (self.orders.mirrors.oldest, (u64::MAX, u64::MAX));
+        for _ in 0..listed {
+            let n = self.node(at);
+            report.must(mirror_key(n) < key, "mirror-ages", format_args!("mirror {at}: {key:?} before it"));
+            (key, at) = (mirror_key(n), n.mirror.newer);
+            if at == NIL {
+                break;
+            }
+        }
+        for &at in sound {
+            let key = self.orders.old_mirrors.key(at);
+            let ok = key.is_none_or(|key| key == mirror_key(self.node(at)) && self.node(at).mirrored);
+            report.must(ok, "mirror-ages", format_args!("mirror {at} has an old key"));
+        }
+        for tier in DEVICE_ORDERS.into_iter().chain(HOST_ORDERS) {
+            let (ends, heap) = (self.orders.lists[tier as usize], &self.orders.heaps[tier as usize]);
             let members: Vec<u32> =
                 sound.iter().copied().filter(|&at| self.node(at).listed == tier).collect();
             if self.orders.policy.is_list() {
@@ -248,6 +272,12 @@ impl Tree {
                 continue;
             }
             if let Some(adaptive) = &self.orders.adaptive {
+                if [Listed::DeviceKept, Listed::HostKept].contains(&tier) {
+                    continue;
+                }
+                let orders = if tier == Listed::Device { DEVICE_ORDERS } else { HOST_ORDERS };
+                let members: Vec<u32> =
+                    sound.iter().copied().filter(|&at| orders.contains(&self.node(at).listed)).collect();
                 let tier = if tier == Listed::Device { Tier::Device } else { Tier::Host };
                 let found = adaptive.members(tier);
                 let mut standing: Vec<u32> = found.iter().map(|f| f.0).collect();

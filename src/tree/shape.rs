@@ -2,7 +2,7 @@
 
 use super::Tree;
 use super::adaptive::page_name;
-use super::node::{Links, Listed, NIL, Node, ROOT, Residency, Run};
+use super::node::{Links, Listed, NIL, Node, ROOT, Residency};
 use super::walk::tag_of;
 
 impl Tree {
@@ -32,11 +32,12 @@ impl Tree {
     }
 
     /// Adds `run` as a new leaf without a copy on any tier; the caller gives it one. O(1).
-    pub(super) fn add_leaf(&mut self, parent: u32, ns: crate::base::NamespaceId, run: Run) -> u32 {
+    pub(super) fn add_leaf(&mut self, parent: u32, ns: crate::base::NamespaceId, run: u32) -> u32 {
         let up = &self.arena.nodes[parent as usize];
         let node = Node {
             parent,
-            pages: run.pages,
+            run,
+            pages: self.arena.runs[run as usize].pages,
             depth: up.end(),
             ns,
             device: Residency::Absent,
@@ -45,15 +46,15 @@ impl Tree {
             created: if self.orders.policy.uses_created() { self.orders.tick } else { 0 },
             ..Node::root()
         };
-        let run = self.arena.add_run(Run { nodes: 1, ..run });
-        let at = self.arena.add_node(Node { run, ..node });
+        let at = self.arena.add_node(node);
         let tag = self.tag_under(parent, at);
         self.arena.nodes[at as usize].tag = tag;
         self.table.insert(tag, at);
         self.link_child(parent, at);
         self.arena.nodes[parent as usize].kids += 1;
         let (p, overlap) = (self.page_size as usize, self.view.overlap());
-        let tokens = &self.arena.runs[run as usize].tokens;
+        let node = &self.arena.nodes[at as usize];
+        let tokens = &self.arena.run_tokens(node.run)[node.from as usize * p..];
         let name = |page: u32| page_name(ns.0, &tokens[page as usize * p..(page as usize + 1) * p + overlap]);
         self.orders.created(&self.arena, at, name);
         // Under a heap policy the parent may have been a host leaf.
@@ -81,11 +82,15 @@ impl Tree {
             locks: u32::from(old.locks > 0),
             own_locks: 0,
             pins: u32::from(old.pins > 0),
+            refs: u32::from(old.refs > 0),
             own_pins: 0,
             ..old.clone()
         };
         let prefix = self.arena.add_node(prefix);
         self.arena.runs[run as usize].nodes += 1;
+        if self.arena.nodes[at as usize].pins > 0 {
+            self.ops.set_storing(prefix, self.ops.storing(at));
+        }
         self.table.replace(tag, at, prefix);
         self.unlink_child(parent, at);
         self.link_child(parent, prefix);
@@ -127,7 +132,8 @@ impl Tree {
         }
         let child = up.first_child;
         let low = &self.arena.nodes[child as usize];
-        let held = |n: &Node| n.locks | n.pins != 0 || n.op != NIL || n.store_op != NIL;
+        // A store write pins its nodes.
+        let held = |n: &Node| n.locks | n.pins != 0 || n.op != NIL;
         // Neighbours in the list are equally old, whatever their ticks say, unless an operation gives one back that
         // belongs between them; a heap goes by the ticks.
         let in_list = self.orders.policy.is_list() && !self.has_components() && low.listed != Listed::Nowhere;
@@ -136,8 +142,10 @@ impl Tree {
         let same_age = up.tick == low.tick || close || listed && low.order.newer == at;
         let alike = (up.device, up.host, up.hits, up.priority, up.reach, up.created)
             == (low.device, low.host, low.hits, low.priority, low.reach, low.created);
-        let ticks = (up.tick, low.tick);
-        if !alike || !same_age || held(up) || held(low) {
+        // A session that ends at the upper node would come to hold the lower one too.
+        let ends_here = up.refs > 0 && self.sessions.end_here(at);
+        let (ticks, low_pages) = ((low.tick, up.tick), low.pages);
+        if !alike || !same_age || ends_here || held(up) || held(low) {
             return;
         }
         // Whoever waits to write one of them to a store knows it by its id, and the other has nobody waiting.
@@ -146,9 +154,10 @@ impl Tree {
         }
         // The child takes the node's place in the shape. Its place in the orders is next to the node's.
         self.orders.forget(&mut self.arena, at, false);
+        self.orders.remove_mirror(&mut self.arena, child);
         let up = self.arena.nodes[at as usize].clone();
         if let Some(adaptive) = &mut self.orders.adaptive {
-            adaptive.merged(at, child, up.pages, ticks);
+            adaptive.merged(at, child, low_pages, ticks);
         }
         self.table.remove(self.arena.nodes[child as usize].tag, child);
         self.table.replace(up.tag, at, child);
@@ -158,7 +167,9 @@ impl Tree {
         (low.parent, low.tag, low.depth) = (up.parent, up.tag, up.depth);
         (low.run, low.from) = (up.run, up.from);
         low.pages += up.pages;
+        low.tick = up.tick;
         self.arena.remove_node(at);
+        self.refresh(child);
         self.orders.rekey(&self.arena, child);
         if self.has_components() {
             self.orders.refresh_components(&self.arena, child);
@@ -168,8 +179,7 @@ impl Tree {
 
     /// Makes the child's range follow the node's in the node's run. False if that would disturb others.
     fn join_runs(&mut self, at: u32, child: u32) -> bool {
-        let up = &self.arena.nodes[at as usize];
-        let low = &self.arena.nodes[child as usize];
+        let (up, low) = (&self.arena.nodes[at as usize], &self.arena.nodes[child as usize]);
         if up.run == low.run {
             return up.from + up.pages == low.from;
         }
@@ -177,30 +187,12 @@ impl Tree {
         if up.from + up.pages != self.arena.runs[to].pages || self.arena.runs[from].nodes != 1 {
             return false;
         }
-        let hashed = |run: &Run| run.hashes.len() == run.pages as usize;
-        if hashed(&self.arena.runs[to]) != hashed(&self.arena.runs[from]) {
+        if self.arena.runs[to].hashes.is_none() != self.arena.runs[from].hashes.is_none() {
             return false;
         }
-        let tail = std::mem::take(&mut self.arena.runs[from]);
-        let run = &mut self.arena.runs[to];
-        let before = run.pages as usize;
-        run.pages += tail.pages;
-        // In the bigram view the boundary token is there already.
-        run.tokens.extend_from_slice(&tail.tokens[self.view.overlap()..]);
-        for (list, more) in [(&mut run.device, &tail.device), (&mut run.host, &tail.host)] {
-            if !list.is_empty() || !more.is_empty() {
-                list.resize(before, super::NO_PAGE);
-                list.extend_from_slice(more);
-                list.resize(run.pages as usize, super::NO_PAGE);
-            }
-        }
-        run.hashes.extend_from_slice(&tail.hashes);
-        run.extend_components(before, &tail);
-        for page in (0..tail.pages as usize).filter(|&page| tail.is_stored(page)) {
-            run.set_stored(before + page);
-        }
-        self.arena.runs[from].nodes = 1;
-        self.arena.release_run(low.run);
+        let (page_size, overlap) = (self.page_size as usize, self.view.overlap());
+        self.arena.append_run(to as u32, from as u32, page_size, overlap);
+        self.arena.release_run(from as u32);
         self.arena.runs[to].nodes += 1;
         true
     }
@@ -214,13 +206,14 @@ impl Tree {
         );
         let (parent, tag, run, from) = (node.parent, node.tag, node.run, node.from);
         let ends_run = from + node.pages == self.arena.runs[run as usize].pages;
+        self.recede_sessions(at);
         self.orders.forget(&mut self.arena, at, true);
         self.table.remove(tag, at);
         self.unlink_child(parent, at);
         self.arena.nodes[parent as usize].kids -= 1;
         if ends_run && from > 0 {
             let tokens = from as usize * self.page_size as usize + self.view.overlap();
-            self.arena.runs[run as usize].truncate(from, tokens);
+            self.arena.truncate_run(run, from, tokens);
         }
         self.arena.remove_node(at);
         self.refresh(parent);

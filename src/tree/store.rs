@@ -7,7 +7,7 @@ use crate::base::{NamespaceId, NodeId, OpId, Tier};
 use crate::key::{Key, PageHash, hash_pages};
 
 use super::lock::Holder;
-use super::node::{NIL, ROOT, Residency};
+use super::node::{NIL, ROOT, Residency, Run};
 use super::op::OpKind;
 use super::{BackupRule, ComponentPut, StorePlan, Tree, TreeError};
 
@@ -28,24 +28,20 @@ impl Tree {
         nodes.sort_by_key(|&at| (self.arena.nodes[at as usize].depth, at));
         for at in nodes {
             let node = &self.arena.nodes[at as usize];
-            let (run, ns) = (node.run, node.ns);
+            let (run, from, ns) = (node.run, node.from, node.ns);
             let prior = self.prior_hash(node.parent, ns);
-            // The ranges of a run are hashed in order, because they are a path.
-            let mut hashes = std::mem::take(&mut self.arena.runs[run as usize].hashes);
+            let mut hashes = std::mem::take(&mut self.hashed);
+            hashes.clear();
             let key = Key { ns, tokens: self.tokens_of(at), view: self.view };
             hash_pages(key, self.page_size, prior, &mut hashes);
-            self.arena.runs[run as usize].hashes = hashes;
+            self.arena.set_hashes(run, from, &hashes);
+            self.hashed = hashes;
         }
     }
 
     /// Hash of a node's last page; `None` for the root or without hashes.
     pub(super) fn last_hash_of(&self, at: u32) -> Option<PageHash> {
-        let node = &self.arena.nodes[at as usize];
-        if at == ROOT {
-            None
-        } else {
-            self.arena.runs[node.run as usize].hashes.get(node.range())?.last().copied()
-        }
+        if at == ROOT { None } else { self.arena.hashes(at)?.last().copied() }
     }
 
     /// What the hash of the first page below `parent` is chained to.
@@ -62,8 +58,7 @@ impl Tree {
         if at == ROOT {
             return Ok(&[]);
         }
-        let n = &self.arena.nodes[at as usize];
-        self.arena.runs[n.run as usize].hashes.get(n.range()).ok_or(TreeError::NoHashes(node))
+        self.arena.hashes(at).ok_or(TreeError::NoHashes(node))
     }
 
     /// Hash of the last page of a node; `None` for the root.
@@ -89,15 +84,16 @@ impl Tree {
         if n.host != Residency::Present {
             return Err(TreeError::NotBackedUp(node));
         }
-        if n.store_op != NIL {
+        if self.ops.storing(at) != NIL {
             return Err(TreeError::AlreadyStoring(node));
         }
         let run = &self.arena.runs[n.run as usize];
-        let hashes = run.hashes.get(n.range()).ok_or(TreeError::NoHashes(node))?;
+        let hashes = self.arena.hashes(at).ok_or(TreeError::NoHashes(node))?;
+        let host = self.arena.pages(at, Tier::Host);
         let mut plan = StorePlan { node, positions: Vec::new(), host_pages: Vec::new(), hashes: Vec::new() };
-        for (i, page) in n.range().enumerate().filter(|&(_, page)| !run.is_stored(page)) {
+        for i in (0..hashes.len()).filter(|&i| !run.is_stored(n.from as usize + i)) {
             plan.positions.push(n.depth + i as u32);
-            plan.host_pages.push(run.host[page]);
+            plan.host_pages.push(host[i]);
             plan.hashes.push(hashes[i]);
         }
         if plan.positions.is_empty() {
@@ -107,7 +103,7 @@ impl Tree {
         let slot = self.ops.add(op, OpKind::Store, at, first);
         self.ops.get_mut(slot).positions.clone_from(&plan.positions);
         self.stats.ops += 1;
-        self.arena.nodes[at as usize].store_op = slot;
+        self.ops.set_storing(at, slot);
         self.pin_path(at);
         self.ops.get_mut(slot).held = self.hold_spans(at);
         if self.rule == BackupRule::Free {
@@ -141,12 +137,12 @@ impl Tree {
             let Some(&at) = fragments.peek() else { break };
             let node = &self.arena.nodes[at as usize];
             let page = node.from + position - node.depth;
-            self.arena.runs[node.run as usize].set_stored(page as usize);
+            self.arena.runs[node.run as usize].set_stored(page as usize, true);
             marked += 1;
         }
         let mut at = done.node;
-        while at != ROOT && self.arena.nodes[at as usize].store_op == slot {
-            self.arena.nodes[at as usize].store_op = NIL;
+        while at != ROOT && self.ops.storing(at) == slot {
+            self.ops.set_storing(at, NIL);
             at = self.arena.nodes[at as usize].parent;
         }
         self.release_spans(done.node, done.held);
@@ -183,7 +179,11 @@ impl Tree {
         for (component, at, page, position) in self.needed_places(end) {
             let run = &self.arena.runs[self.arena.nodes[at as usize].run as usize];
             let host_page = run.component_page(component, Tier::Host, page);
-            if let (Some(host_page), Some(&hash)) = (host_page, run.hashes.get(page)) {
+            let hash = self
+                .arena
+                .hashes(at)
+                .and_then(|list| list.get(page - self.arena.nodes[at as usize].from as usize));
+            if let (Some(host_page), Some(&hash)) = (host_page, hash) {
                 out.push(ComponentPut { component, position, host_page, hash });
             }
         }
@@ -199,7 +199,7 @@ impl Tree {
         if writing > 0 {
             return Err(TreeError::OpsInFlight(writing as u32));
         }
-        self.arena.runs.iter_mut().for_each(|run| run.stored.clear());
+        self.arena.runs.iter_mut().for_each(Run::forget_stored);
         Ok(())
     }
 
@@ -211,10 +211,7 @@ impl Tree {
         let n = &self.arena.nodes[self.slot_below_root(node)? as usize];
         let run = &mut self.arena.runs[n.run as usize];
         for page in n.range() {
-            run.set_stored(page);
-            if !stored {
-                run.stored[page / 64] &= !(1 << (page % 64));
-            }
+            run.set_stored(page, stored);
         }
         Ok(())
     }

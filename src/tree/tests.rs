@@ -238,7 +238,7 @@ impl Rig {
             let mut readable = BTreeSet::new();
             for at in self.tree.arena.live().filter(|&at| at != node::ROOT) {
                 let n = &self.tree.arena.nodes[at as usize];
-                let hashes = &self.tree.arena.runs[n.run as usize].hashes[n.range()];
+                let hashes = self.tree.arena.hashes(at).unwrap();
                 for (tier, state) in [(Tier::Device, n.device), (Tier::Host, n.host)] {
                     if state == Residency::Present {
                         readable.extend(hashes.iter().map(|h| (tier, *h)));
@@ -840,13 +840,12 @@ fn sanity_names_what_was_broken() {
         ("counters", |t, _, _| t.stats.host_pages += 1),
         ("op-marks", |t, _, low| t.arena.nodes[low].op = 3),
         ("one-owner", |t, up, low| {
-            let page = t.arena.runs[t.arena.nodes[up].run as usize].device[0];
-            let n = t.arena.nodes[low].clone();
-            t.arena.runs[n.run as usize].device[n.from as usize] = page;
+            let page = t.arena.pages(up as u32, Tier::Device)[0];
+            t.arena.pages_mut(low as u32, Tier::Device)[0] = page;
         }),
         ("reachable", |t, _, low| {
             let n = t.arena.nodes[low].clone();
-            t.arena.runs[n.run as usize].tokens[n.from as usize * 2] ^= 1 << 20;
+            t.arena.run_tokens_mut(n.run)[n.from as usize * 2] ^= 1 << 20;
         }),
     ];
     for (rule, break_it) in cases {

@@ -2,7 +2,7 @@
 
 use smallvec::SmallVec;
 
-use crate::base::{NamespaceId, NodeId, PageId};
+use crate::base::{NamespaceId, NodeId, PageId, Tier};
 use crate::key::Key;
 
 use super::node::{NIL, ROOT, Residency};
@@ -76,15 +76,21 @@ impl Tree {
         let mut pos = 0;
         while pos < whole {
             let rest = &key.tokens[pos * p..whole * p + overlap];
-            let tag = tag_of(at, key.ns, &rest[..p + overlap]);
-            let found = self.table.find(tag, |child| {
+            let confirm = |child: u32| {
                 let node = &self.arena.nodes[child as usize];
                 if node.parent != at || (at == ROOT && node.ns != key.ns) {
                     return None;
                 }
                 let pages = common_tokens(self.tokens_of(child), rest).saturating_sub(overlap) / p;
                 (pages > 0).then_some((child, pages as u32, node.pages))
-            });
+            };
+            // An only child needs no table.
+            let here = &self.arena.nodes[at as usize];
+            let found = match here.kids {
+                0 => None,
+                1 => confirm(here.first_child),
+                _ => self.table.find(tag_of(at, key.ns, &rest[..p + overlap]), confirm),
+            };
             let Some((child, pages, of)) = found else { break };
             visit(child, pages);
             pos += pages as usize;
@@ -231,7 +237,7 @@ impl Tree {
             let node = &self.arena.nodes[at as usize];
             let on_device = node.device == Residency::Present && node.end() <= device_end;
             if on_device {
-                pages.extend_from_slice(&self.arena.runs[node.run as usize].device[node.range()]);
+                pages.extend_from_slice(self.arena.pages(at, Tier::Device));
             }
             self.extend_match(found, at, node.pages, on_device);
         }
@@ -270,7 +276,7 @@ impl Tree {
         for &at in &path {
             let node = &self.arena.nodes[at as usize];
             if node.device == Residency::Present {
-                pages.extend_from_slice(&self.arena.runs[node.run as usize].device[node.range()]);
+                pages.extend_from_slice(self.arena.pages(at, Tier::Device));
             }
             self.extend_match(&mut found, at, node.pages, true);
         }

@@ -149,3 +149,26 @@ fn a_reader_that_goes_away_is_no_failure() {
     assert!(child.wait().unwrap().success(), "{err}");
     assert!(!err.contains("panicked"), "{err}");
 }
+
+#[test]
+fn ranks_decide_alike_although_their_copies_end_apart() {
+    let mut one = 0;
+    for ranks in [1, 2, 4] {
+        let store = tempfile::tempdir().unwrap();
+        let line = format!(
+            "--trace {} --page-size 64 --device-pages 500 --host-pages 900 --store {} --speedup 4 --abort-rate 0.1 \
+             --ranks {ranks}",
+            chats().display(),
+            store.path().display()
+        );
+        let report = replay(&line);
+        let digests = report["rank_digests"].as_array().unwrap();
+        assert_eq!(digests.len(), ranks);
+        assert!(digests.iter().all(|digest| *digest == report["digest"]), "{digests:?}");
+        assert!(number(&report, "/hit_tokens/host") > 0 && number(&report, "/bytes/store_put") > 0, "{line}");
+        let verified = number(&report, "/pages_verified");
+        one = if ranks == 1 { verified } else { one };
+        // Every rank's bytes are looked at.
+        assert!(verified > one * (ranks as u64) / 2, "{verified} pages on {ranks} ranks, {one} on one");
+    }
+}

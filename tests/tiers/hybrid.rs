@@ -48,12 +48,12 @@ fn ended(rig: &mut Rig, request: RequestId) -> PrefetchEnd {
     }
 }
 
-/// What the read in flight asks for, by pool and place.
-fn asked(rig: &Rig) -> Vec<(PoolKind, usize)> {
+/// The pools that the reads in flight ask for.
+fn asked(rig: &Rig) -> Vec<PoolKind> {
     rig.pending
         .iter()
         .flat_map(|p| if let Pending::Get(_, _, items) = p { items.clone() } else { Vec::new() })
-        .map(|item| (item.pool, item.host_page.0 as usize))
+        .map(|item| item.pool)
         .collect()
 }
 
@@ -413,7 +413,8 @@ fn ranks_meet_at_a_stop_point_of_both() {
     votes.settle(&mut agreed);
     for (rig, request) in ranks.iter_mut().zip(requests) {
         rig.feed(agreed[0].clone());
-        assert_eq!(asked(rig).len(), 4, "two pages, and their window; the state comes next");
+        let pools = [PoolKind::Full, PoolKind::Full, PoolKind::Window, PoolKind::Window];
+        assert_eq!(asked(rig), pools, "the state comes when the window of batches moves on");
         rig.drain();
         assert_eq!(ended(rig, request).loaded_tokens, 8);
         rig.abort(request).unwrap();

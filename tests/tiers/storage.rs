@@ -240,3 +240,33 @@ fn a_node_that_waits_for_its_retry_is_not_merged_away() {
     assert_eq!(rig.core.tree().stats().merges, 1, "the story is about a merge");
     rig.assert_quiet();
 }
+
+/// AB was given up, CD below it came from the store. What is computed below CD is not written: a look-up that starts at the
+/// root would never get there.
+#[test]
+fn what_came_from_the_store_does_not_hide_a_hole_above_it() {
+    let mut stubborn = with_store(config(16, 16, WT1));
+    if let Some(store) = &mut stubborn.store {
+        store.attempts_max = 1;
+    }
+    let mut rig = Rig::new(stubborn);
+    rig.serve(&t("AB"));
+    rig.complete(0, &Call::Well);
+    rig.complete(0, &Call::Fails);
+    assert_eq!(rig.core.stats().store_put_dropped_pages, 2);
+    let mut pages = 0;
+    rig.store_from_elsewhere(NamespaceId::DEFAULT, &t("ABCD"), || {
+        pages += 1;
+        pages <= 2 * 3
+    });
+    let request = rig.request();
+    assert!(rig.prefetch(request, &[&t("ABCD")[..], &[7]].concat()).is_ok());
+    rig.drain();
+    rig.abort(request).unwrap();
+    assert_eq!(rig.core.stats().prefetch_loaded_tokens, 8);
+    rig.serve(&t("ABCDE"));
+    rig.drain();
+    let below = Stamp::of(NamespaceId::DEFAULT, &t("ABCDE"));
+    assert!(!stored(&rig).contains(&below), "E lies below a hole");
+    rig.assert_quiet();
+}

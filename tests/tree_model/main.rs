@@ -41,6 +41,8 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (any::<bool>(), any::<bool>(), 0..6u32).prop_map(|(c, t, n)| Step::EvictComponent(c, t, n)),
         1 => (row(), any::<bool>(), 1..4u32).prop_map(|(row, c, n)| Step::AdoptHost(row, c, n)),
         1 => any::<usize>().prop_map(Step::ReleaseWindow),
+        1 => (any::<usize>(), row()).prop_map(|(i, row)| Step::Refer(i, row)),
+        1 => any::<usize>().prop_map(Step::CloseSession),
     ]
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use sapwood::base::{NamespaceId, OpId, PageId, Tier};
 use sapwood::key::{Key, KeyView, Namespace, hash_pages};
 use sapwood::model::{At, Hold, Model, Order, SettledKind, Slot};
-use sapwood::pool::PagePool;
+use sapwood::pool::{Extent, PagePool};
 use sapwood::tree::*;
 
 const DEVICE: u32 = 28;
@@ -43,6 +43,8 @@ pub(crate) enum Step {
     EvictComponent(bool, bool, u32),
     AdoptHost(Row, bool, u32),
     ReleaseWindow(usize),
+    Refer(usize, Row),
+    CloseSession(usize),
 }
 
 /// What both are made with.
@@ -82,6 +84,30 @@ fn set(pages: &[PageId]) -> BTreeSet<u32> {
     pages.iter().map(|p| p.0).collect()
 }
 
+/// A plan in two slices and its commit do what the one call does.
+fn evict_by_plan(tree: &mut Tree, want: u32, unbacked: Unbacked, same: &DeviceEviction) {
+    let mut plan = EvictionPlan::default();
+    let first = tree.plan_eviction(want / 2, unbacked, &mut plan).unwrap();
+    let more = tree.plan_eviction(want - first, unbacked, &mut plan).unwrap();
+    assert_eq!(first + more, same.freed_device.len() as u32 + same.needs_backup_pages);
+    let pages = |e: &Extent| e.first.0..e.first.0 + e.pages;
+    assert_eq!(plan.frees.iter().flat_map(pages).collect::<BTreeSet<u32>>(), set(&same.freed_device));
+    assert_eq!(plan.free_pages as usize, same.freed_device.len());
+    assert_eq!(plan.victims.iter().map(|v| v.pages).sum::<u32>(), plan.free_pages);
+    let backups: Vec<PageId> =
+        plan.backups.iter().flat_map(|&node| tree.device_pages(node).unwrap()).copied().collect();
+    let mut out = DeviceEviction::default();
+    tree.commit_eviction(&mut plan, &mut out).unwrap();
+    assert_eq!(
+        (set(&out.freed_device), set(&out.freed_host)),
+        (set(&same.freed_device), set(&same.freed_host))
+    );
+    assert_eq!((backups.len() as u32, plan.backup_pages), (same.needs_backup_pages, same.needs_backup_pages));
+    assert_eq!((out.demoted_pages, out.deleted_pages), (same.demoted_pages, same.deleted_pages));
+    let found = tree.sanity();
+    assert!(found.is_empty(), "{found:#?}");
+}
+
 struct Held {
     lock: DeviceLock,
     pin: Option<HostPin>,
@@ -107,6 +133,7 @@ pub(crate) struct Pair {
     held: Vec<Held>,
     flying: Vec<(u64, bool)>,
     storing: Vec<(u64, At, Vec<At>, Vec<Hold>)>,
+    sessions: Vec<(SessionId, u64)>,
     next_op: u64,
 }
 
@@ -149,6 +176,7 @@ impl Pair {
             held: vec![],
             flying: vec![],
             storing: vec![],
+            sessions: vec![],
             next_op: 1,
         }
     }
@@ -227,7 +255,9 @@ impl Pair {
     fn evict(&mut self, want: u32, report: bool) {
         let mut out = DeviceEviction::default();
         let unbacked = if report { Unbacked::Report } else { Unbacked::Delete };
+        let mut twin = self.tree.clone();
         self.tree.evict_device(want, unbacked, &mut out);
+        evict_by_plan(&mut twin, want, unbacked, &out);
         let gone = self.model.evict_device(want, report);
         assert_eq!(set(&out.freed_device), gone.device);
         assert_eq!(set(&out.freed_host), gone.host);
@@ -404,6 +434,28 @@ impl Pair {
             let mut out = ComponentPages::default();
             self.tree.drain_freed(&mut out);
             assert_eq!(set(&out.host[c]), set(&pages));
+        }
+    }
+
+    fn refer(&mut self, i: usize, row: Row) {
+        let (ns, tokens) = self.tokens(row);
+        if i % 4 >= self.sessions.len() {
+            let OpId(name) = self.op();
+            self.sessions.push((self.tree.open_session(), name));
+            self.model.open_session(name);
+        }
+        let (session, name) = self.sessions[i % self.sessions.len()];
+        let (found, path, _) = self.look_up(ns, &tokens);
+        self.tree.refer(session, found.node).unwrap();
+        self.model.refer(name, Self::end_of(&path, found.depth_pages()));
+    }
+
+    fn close_session(&mut self, i: usize) {
+        if !self.sessions.is_empty() {
+            let (session, name) = self.sessions.swap_remove(i % self.sessions.len());
+            self.tree.close_session(session).unwrap();
+            self.model.close_session(name);
+            assert_eq!(self.tree.close_session(session), Err(TreeError::UnknownSession(session)));
         }
     }
 
@@ -674,6 +726,8 @@ impl Pair {
             Step::DeleteLeaf(row) => self.demote(row, true),
             Step::EvictComponent(c, tier, n) => self.evict_component(usize::from(c), usize::from(tier), n),
             Step::AdoptHost(row, c, n) => self.adopt_host(row, usize::from(c), n),
+            Step::Refer(i, row) => self.refer(i, row),
+            Step::CloseSession(i) => self.close_session(i),
             Step::ReleaseWindow(i) => {
                 if !self.held.is_empty() {
                     let i = i % self.held.len();

@@ -19,10 +19,12 @@ pub struct Span {
     pub len: u64,
 }
 
-/// The spans of pages, slots and rows under a layout, sorted and joined. O(entries x units).
+/// The spans of what a grant covers: pages, slots and rows under a layout, and places in a staging ring (region, first
+/// byte, bytes). Sorted and joined. O(entries x units).
 #[must_use]
-pub fn spans_of(layout: &Layout, d: &Destination) -> Vec<Span> {
-    let mut spans = Vec::new();
+pub fn spans_of(layout: &Layout, d: &Destination, ring: &[(u32, u64, u64)]) -> Vec<Span> {
+    let mut spans: Vec<Span> =
+        ring.iter().map(|&(region, offset, len)| Span { region, offset, len }).collect();
     for e in &layout.entries {
         let (units, bytes) = match e.component {
             Component::Full => (&d.full, e.unit_bytes),

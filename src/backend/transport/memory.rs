@@ -113,6 +113,23 @@ impl Memory {
         unsafe { self.read(region, offset, out).unwrap() };
     }
 
+    /// Fills a range before anything else uses the memory.
+    #[cfg(test)]
+    pub(crate) fn poke(&self, region: u32, offset: u64, bytes: &[u8]) {
+        // SAFETY: tests fill from the one thread that exists then.
+        unsafe { self.write(region, offset, bytes).unwrap() };
+    }
+
+    /// Copies between regions while the protocol says that nobody else uses either range.
+    #[cfg(test)]
+    pub(crate) fn copy_for_test(&self, copies: &[crate::pd::plan::Copy]) {
+        for c in copies {
+            let mut bytes = vec![0; c.len as usize];
+            self.peek(c.src_region, c.src_off, &mut bytes);
+            self.poke(c.dst_region, c.dst_off, &bytes);
+        }
+    }
+
     /// The bytes of a range, for a call that only reads them.
     ///
     /// # Safety

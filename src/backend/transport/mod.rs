@@ -24,6 +24,8 @@ pub mod memory;
 pub mod nixl;
 pub mod rendezvous;
 pub mod shm;
+#[cfg(test)]
+mod staged_tests;
 pub mod tcp;
 #[cfg(test)]
 mod tests;

@@ -42,9 +42,9 @@ impl Receiver {
     }
 
     pub(super) fn on_stage_ask(&mut self, _now: Time, peer: PeerId, id: ChunkId, block: Block) {
-        // A place that nobody can prove free pins everything behind it.
+        // The place of a grant that waits for its proof, perhaps for ever, pins everything behind it.
         let oldest = self.stage.as_ref().and_then(|s| s.oldest()).and_then(|s| self.grants.get(&s));
-        let pinned = oldest.is_some_and(|g| g.phase == Phase::Quarantined);
+        let pinned = oldest.is_some_and(|g| g.phase != Phase::Live);
         let fits = self.scatter_of(peer, id, block).is_some();
         let live = self.grants.get(&id.serial).is_some_and(|g| g.key == id.key && g.phase == Phase::Live);
         let Some(stage) = self.stage.as_mut().filter(|_| live) else { return };

@@ -119,8 +119,11 @@ impl Sender {
         else {
             return false;
         };
+        // Those that wait for a place must not hold up what needs none.
+        let waiting = self.staging.len() >= self.config.in_flight_max.max(1);
         let fits = bytes <= b.buffer_bytes.min(ring.bytes).min(u64::from(u32::MAX));
         !c.unpacked
+            && !waiting
             && !self.staging.all_lost()
             && c.span().is_some()
             && plan.packs()

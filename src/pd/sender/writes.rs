@@ -174,7 +174,7 @@ impl Sender {
 
     /// Posts queued chunks while there is room for them.
     pub(super) fn pump(&mut self, now: Time) {
-        while self.writes.in_flight() + self.staging.len() < self.config.in_flight_max.max(1)
+        while self.writes.in_flight() < self.config.in_flight_max.max(1)
             && let Some(chunk) = self.writes.queue.pop_front()
         {
             if !self.guards(&chunk) {

@@ -1,5 +1,7 @@
 //! Memory of the simulated ranks: cells of eight bytes that hold labels, and pages that have owners.
 
+use std::collections::BTreeMap;
+
 use crate::pd::ids::{RoomKey, Serial};
 use crate::pd::layout::{
     Component, Entry, EntryId, Group, HeadOrder, Layout, Role, Shape, TokenSplit, pages_of, window_first_page,
@@ -46,6 +48,8 @@ pub(super) struct Memory {
     pub(super) cells: Vec<u64>,
     /// Owners of full pages, window pages and state slots.
     pub(super) owners: [Vec<Owner>; 3],
+    /// Whose block lies in a cell of the ring and has not been scattered.
+    pub(super) ring: BTreeMap<u64, Serial>,
 }
 
 fn slot(c: Component) -> usize {
@@ -125,7 +129,14 @@ impl Memory {
     pub(super) fn new(layout: Layout, topo: Topology, rank: Rank, pages: u32, slots: u32) -> Memory {
         let cells = vec![0; (layout.regions[0] / CELL) as usize];
         let free = |n: u32| vec![Owner::Free; n as usize];
-        Memory { layout, topo, rank, cells, owners: [free(pages), free(pages), free(slots)] }
+        Memory {
+            layout,
+            topo,
+            rank,
+            cells,
+            owners: [free(pages), free(pages), free(slots)],
+            ring: BTreeMap::new(),
+        }
     }
 
     /// Where the bytes for staging begin.
@@ -258,6 +269,19 @@ impl Memory {
             }
         }
         out
+    }
+
+    /// A block lands in the ring. Gives whose it was that lay there, if it was another's.
+    pub(super) fn land_in_ring(&mut self, off: u64, len: u64, serial: Serial) -> Option<Serial> {
+        let cells = (off..off + len).step_by(CELL as usize);
+        cells.filter_map(|cell| self.ring.insert(cell, serial)).find(|old| *old != serial)
+    }
+
+    /// A block was taken out of the ring.
+    pub(super) fn leave_ring(&mut self, off: u64, len: u64) {
+        (off..off + len).step_by(CELL as usize).for_each(|cell| {
+            self.ring.remove(&cell);
+        });
     }
 
     pub(super) fn read(&self, c: &Copy) -> Vec<u64> {

@@ -381,8 +381,16 @@ impl World {
             let delay = self.rng.log(100, max);
             self.after(delay, Ev::Frame { to, from, bytes: bytes.clone() });
         }
-        if self.o.faults.garbage && self.rng.chance(1) && self.old_frames.len() < 256 {
-            self.old_frames.push((from, to, bytes));
+        // Frames that come back much later. A destination is the most dangerous of them.
+        const METADATA: u8 = 4;
+        let keep = if bytes.get(6) == Some(&METADATA) { 30 } else { 1 };
+        if self.o.faults.garbage && self.rng.chance(keep) {
+            if self.old_frames.len() < 256 {
+                self.old_frames.push((from, to, bytes));
+            } else {
+                let i = self.rng.below(256) as usize;
+                self.old_frames[i] = (from, to, bytes);
+            }
         }
     }
 

@@ -450,7 +450,7 @@ impl World {
 
     fn released(&mut self, n: usize, key: RoomKey, pages: Released) {
         self.count_release(pages.how());
-        self.nodes[n].ended.insert(pages.serial());
+        self.end_grant(n, pages.serial());
         self.say(&name(false, n), || format!("{key:?} gives {:?} back: {:?}", pages.serial(), pages.how()));
         let d = pages.into_destination();
         for (c, units) in
@@ -462,10 +462,15 @@ impl World {
         }
     }
 
+    fn end_grant(&mut self, n: usize, serial: Serial) {
+        self.nodes[n].ended.insert(serial);
+        self.memories[self.nodes[n].mem].ring.retain(|_, s| *s != serial);
+    }
+
     fn arrived(&mut self, n: usize, key: RoomKey, a: Arrived) {
         self.report.arrived += 1;
         if let Some(serial) = self.nodes[n].granted.get(&key).copied() {
-            self.nodes[n].ended.insert(serial);
+            self.end_grant(n, serial);
         }
         let tokens = self.requests[&key].tokens;
         let prefix = self.nodes[n].prefix.get(&key).copied().unwrap_or(0);

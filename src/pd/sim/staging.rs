@@ -81,6 +81,7 @@ impl World {
                     }
                 }
                 self.copy_within(mem, &copies);
+                copies.iter().for_each(|c| self.memories[mem].leave_ring(c.src_off, c.len));
                 self.report.scatters += 1;
                 if let Some(Machine::D(m)) = &mut self.nodes[n].machine {
                     m.handle_scattered(now, id);

@@ -144,6 +144,13 @@ impl World {
                 );
                 return;
             }
+            if c.dst_off >= self.memories[dst].stage_base()
+                && let Some(old) = self.memories[dst].land_in_ring(c.dst_off, c.len, serial)
+            {
+                let what = format!("{xfer:?} for {serial:?} lands in the ring on a block of {old:?}");
+                self.violation("I18", what);
+                return;
+            }
             for (component, unit, owner) in self.memories[dst].owners_of(c.dst_off, c.len) {
                 if owner != Owner::Grant(serial) {
                     let what = format!(

@@ -146,7 +146,8 @@ impl Core {
                 None => self.free_component(c, Tier::Host, pages),
             }
         }
-        if !self.components.any() {
+        // Not below a node that is not stored: it may be a hole, and what comes below must see it.
+        if !self.components.any() && self.tree.is_stored(anchor) == Ok(true) {
             self.mark_read_as_stored(done.node, end - stop);
         }
         done
@@ -218,7 +219,7 @@ impl Core {
     pub(super) fn unpin_anchor(&mut self, op: OpId) {
         self.prefetches.holding.remove(&op);
         let pin = self.prefetches.ops.get_mut(&op).and_then(|p| p.pin.take());
-        if pin.is_some_and(|pin| self.tree.unpin_host(pin).is_err()) {
+        if pin.is_some_and(|pin| self.tree.unpin_host_unused(pin).is_err()) {
             self.violation("the pin of an anchor is unknown");
         }
     }

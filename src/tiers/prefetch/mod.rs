@@ -74,7 +74,8 @@ struct PrefetchOp {
     anchor: NodeId,
     /// Pages from the root to its end.
     anchor_pages: u32,
-    /// Keeps the host copies up to the anchor, if it had one, until the commit.
+    /// Keeps the host copies up to the anchor, if it had one, until the commit (where parents need none, also what of that
+    /// path is only on the device).
     pin: Option<HostPin>,
     /// Tokens from the root on, whole pages.
     tokens: Vec<u32>,
@@ -296,7 +297,8 @@ impl Core {
     fn report_end(&mut self, op: OpId, end: PrefetchEnd) {
         let not_before = self.now + self.config.prefetch.retry_ms.saturating_mul(1000);
         let Some(p) = self.prefetches.ops.get_mut(&op) else { return };
-        let counted_on = self.config.page_size as u64 * u64::from(p.anchor_pages) + end.loaded_tokens;
+        let anchor_tokens = u64::from(self.config.page_size) * u64::from(p.anchor_pages);
+        let counted_on = anchor_tokens + end.loaded_tokens + end.redundant_tokens;
         let Some(id) = p.request.take() else { return };
         if let Some(request) = self.requests.get_mut(id.0) {
             request.prefetch_end = Some(end);

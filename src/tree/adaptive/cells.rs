@@ -21,7 +21,9 @@ pub(super) const LISTS: usize = super::hazard::CLASSES * LEVELS;
 pub(super) const EXPECTED: u8 = LISTS as u8;
 /// The list of leaves that are finished: they go first.
 pub(super) const FINISHED: u8 = LISTS as u8 + 1;
-pub(super) const LISTS_ALL: usize = LISTS + 2;
+/// The list of leaves that a session will come back for: they go after all others.
+pub(super) const KEPT: u8 = LISTS as u8 + 2;
+pub(super) const LISTS_ALL: usize = LISTS + 3;
 const _: () = assert!(LISTS_ALL <= 64, "a word has a bit for every list");
 /// Intervals at a time.
 const SLOTS: usize = 64;
@@ -198,7 +200,7 @@ impl Cells {
     fn oldest(&self, marks: &[Mark]) -> Option<u32> {
         for interval in &self.intervals {
             let slot = usize::from(interval.slot);
-            let mut lists = self.full[slot] & !(1 << EXPECTED);
+            let mut lists = self.full[slot] & !(1 << EXPECTED | 1 << KEPT);
             let mut found: Option<u32> = None;
             while lists != 0 {
                 let at = self.queues[slot][lists.trailing_zeros() as usize].oldest;
@@ -227,7 +229,7 @@ impl Cells {
         for (order, interval) in self.intervals.iter().enumerate() {
             for list in (0..LISTS_ALL as u8).filter(|l| self.full[usize::from(interval.slot)] >> l & 1 == 1) {
                 let worth = gains[usize::from(list)][usize::from(interval.bin)];
-                let worth = if learned || list == EXPECTED { worth } else { 0.0 };
+                let worth = if learned || [EXPECTED, KEPT].contains(&list) { worth } else { 0.0 };
                 cells.push((worth, order, list));
             }
         }

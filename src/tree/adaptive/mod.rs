@@ -41,7 +41,7 @@ pub use signal::SIGNAL_NAMES;
 use crate::base::Tier;
 
 use age::{Ages, half_octave};
-use cells::{Cells, EXPECTED, FINISHED, Gains, LEVELS};
+use cells::{Cells, EXPECTED, FINISHED, Gains, KEPT, LEVELS};
 use ghosts::{Ghost, Ghosts, NO_SAMPLE};
 use guard::Guard;
 use hazard::{CLASSES, Hazards};
@@ -392,7 +392,9 @@ impl Adaptive {
             self.file(at, leaf, now);
         }
         let mark = &mut self.marks[at as usize];
-        if expected {
+        if leaf.kept {
+            (mark.list, mark.filed) = (KEPT, false);
+        } else if expected {
             (mark.list, mark.filed) = (EXPECTED, false);
         } else if mark.finished {
             (mark.list, mark.filed) = (FINISHED, false);
@@ -526,7 +528,8 @@ impl Adaptive {
         let capacity = self.config.capacity_pages;
         for bin in 0..age::BINS {
             let waits = self.ages.edge(bin) <= capacity;
-            self.gains[usize::from(EXPECTED)][bin] = if waits { f32::MAX } else { 0.0 };
+            self.gains[usize::from(EXPECTED)][bin] = if waits { f32::MAX / 2.0 } else { 0.0 };
+            self.gains[usize::from(KEPT)][bin] = f32::MAX;
             self.gains[usize::from(FINISHED)][bin] = -1.0;
         }
         self.tiers.iter_mut().for_each(Cells::all_dirty);

@@ -18,6 +18,8 @@ pub(in crate::tree) struct Leaf {
     pub(in crate::tree) kids: u32,
     /// Highest priority of a request through it.
     pub(in crate::tree) priority: i32,
+    /// A session will come back for it.
+    pub(in crate::tree) kept: bool,
 }
 
 /// Number of signals.
@@ -86,6 +88,7 @@ mod tests {
             reach: u32::MAX,
             kids: u32::MAX,
             priority: i32::MAX,
+            kept: true,
         };
         let mark = Mark {
             mean_gap: u32::MAX,

@@ -4,7 +4,7 @@ use crate::base::{NodeId, PageId, Tier, Violation};
 
 use super::super::node::{NIL, NO_PAGE, ROOT, Residency};
 use super::super::{Tree, TreeError};
-use super::{ALL, Component, ComponentCopy, InsertComponents};
+use super::{ALL, Component, ComponentCopy, InsertComponents, any_pages};
 
 impl Tree {
     // ---- insert ----
@@ -249,18 +249,28 @@ impl Tree {
         if tier == Tier::Store {
             return 0;
         }
+        let mut freed = 0;
+        for kept in [false, true] {
+            freed += self.evict_component_pages(c, tier, kept, want_pages - freed);
+        }
+        freed
+    }
+
+    /// The pages that a session will need, or the others.
+    fn evict_component_pages(&mut self, c: Component, tier: Tier, kept: bool, want_pages: u32) -> u32 {
         let (mut freed, mut aside) = (0, Vec::new());
         while freed < want_pages {
-            let Some(at) = self.orders.components[c as usize][tier as usize].peek() else { break };
+            let order = &mut self.orders.components[c as usize][tier as usize][usize::from(kept)];
+            let Some(at) = order.peek() else { break };
             for page in self.arena.nodes[at as usize].range() {
-                let run = self.arena.nodes[at as usize].run as usize;
-                if freed < want_pages && !self.arena.runs[run].is_held(c, page) {
+                let run = &self.arena.runs[self.arena.nodes[at as usize].run as usize];
+                if freed < want_pages && !run.is_held(c, page) && run.is_kept(c, page) == kept {
                     freed += u32::from(self.free_component(c, tier, at, page));
                 }
             }
             if freed < want_pages {
-                // Whatever is left of it is held.
-                self.orders.components[c as usize][tier as usize].remove(at);
+                // Whatever is left of it in this order is held.
+                self.orders.components[c as usize][tier as usize][usize::from(kept)].remove(at);
                 aside.push(at);
             } else {
                 self.orders.refresh_components(&self.arena, at);
@@ -336,19 +346,21 @@ impl Tree {
             return found;
         }
         let node = &self.arena.nodes[at as usize];
-        let run = &self.arena.runs[node.run as usize];
         for c in ALL {
             for (tier, full) in [(Tier::Device, node.device), (Tier::Host, node.host)] {
-                let any = node.range().any(|page| run.component_page(c, tier, page).is_some());
+                let by_order = any_pages(&self.arena, node, c, tier);
+                let any = by_order != [false; 2];
                 let ok = !any || full == Residency::Present && self.span(c) > 0;
                 must(ok, "component-under-full", format!("node {at}: {c:?} on {tier:?} under {full:?}"));
-                let key = self.orders.components[c as usize][tier as usize].key(at);
-                let want = any.then_some((node.tick, u64::from(node.depth)));
-                must(
-                    key == want,
-                    "component-order",
-                    format!("node {at}: {c:?} {tier:?} {key:?}, not {want:?}"),
-                );
+                for (heap, any) in self.orders.components[c as usize][tier as usize].iter().zip(by_order) {
+                    let key = heap.key(at);
+                    let want = any.then_some((node.tick, u64::from(node.depth)));
+                    must(
+                        key == want,
+                        "component-order",
+                        format!("node {at}: {c:?} {tier:?} {key:?}, not {want:?}"),
+                    );
+                }
             }
         }
         found

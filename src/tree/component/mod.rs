@@ -18,7 +18,7 @@ use std::ops::Range;
 use crate::base::{NodeId, PageId, Tier};
 use crate::key::PageHash;
 
-use super::node::{Arena, NIL, NO_PAGE, ROOT, Run};
+use super::node::{Arena, NIL, NO_PAGE, Node, ROOT, Run};
 use super::order::Orders;
 use super::{DeviceLock, Tree, TreeError};
 
@@ -90,6 +90,8 @@ pub(super) struct Lists {
     host: Vec<PageId>,
     /// Locks, pins and operations that need the page, on whichever tier.
     holds: Vec<u32>,
+    /// Ends of sessions that will need the page.
+    kept: Vec<u32>,
 }
 
 impl Lists {
@@ -108,11 +110,15 @@ impl Lists {
 
 impl Run {
     pub(super) fn lists(&self, c: Component) -> Option<&Lists> {
-        self.components.as_ref().map(|lists| &lists[c as usize])
+        self.rare()?.components.as_ref().map(|lists| &lists[c as usize])
+    }
+
+    fn has_components(&self) -> bool {
+        self.rare().is_some_and(|rare| rare.components.is_some())
     }
 
     fn lists_mut(&mut self, c: Component) -> &mut Lists {
-        &mut self.components.get_or_insert_default()[c as usize]
+        &mut self.rare_mut().components.get_or_insert_default()[c as usize]
     }
 
     pub(super) fn component_page(&self, c: Component, tier: Tier, page: usize) -> Option<PageId> {
@@ -130,17 +136,25 @@ impl Run {
         self.lists(c).is_some_and(|lists| lists.holds.get(page).is_some_and(|&n| n > 0))
     }
 
+    pub(super) fn is_kept(&self, c: Component, page: usize) -> bool {
+        self.lists(c).is_some_and(|lists| lists.kept.get(page).is_some_and(|&n| n > 0))
+    }
+
     pub(super) fn truncate_components(&mut self, pages: usize) {
-        for lists in self.components.iter_mut().flat_map(|all| all.iter_mut()) {
+        if !self.has_components() {
+            return;
+        }
+        for lists in self.rare_mut().components.iter_mut().flat_map(|all| all.iter_mut()) {
             lists.device.truncate(pages);
             lists.host.truncate(pages);
             lists.holds.truncate(pages);
+            lists.kept.truncate(pages);
         }
     }
 
     /// Appends the lists of the run that follows.
     pub(super) fn extend_components(&mut self, before: usize, tail: &Run) {
-        if self.components.is_none() && tail.components.is_none() {
+        if !self.has_components() && !tail.has_components() {
             return;
         }
         let after = self.pages as usize;
@@ -155,31 +169,44 @@ impl Run {
                     mine.tier_mut(tier).resize(after, NO_PAGE);
                 }
             }
-            if !mine.holds.is_empty() || !more.holds.is_empty() {
-                mine.holds.resize(before, 0);
-                mine.holds.extend_from_slice(&more.holds);
-                mine.holds.resize(after, 0);
+            for (mine, more) in [(&mut mine.holds, &more.holds), (&mut mine.kept, &more.kept)] {
+                if !mine.is_empty() || !more.is_empty() {
+                    mine.resize(before, 0);
+                    mine.extend_from_slice(more);
+                    mine.resize(after, 0);
+                }
             }
         }
     }
 }
 
+/// Whether a node has pages of a component that no session will need, and such as one will.
+fn any_pages(arena: &Arena, node: &Node, c: Component, tier: Tier) -> [bool; 2] {
+    let mut any = [false; 2];
+    if node.run != NIL {
+        let run = &arena.runs[node.run as usize];
+        for page in node.range() {
+            any[usize::from(run.is_kept(c, page))] |= run.component_page(c, tier, page).is_some();
+        }
+    }
+    any
+}
+
 impl Orders {
     /// Brings the component orders in line with a node: in if it has any page of the component on the tier. Victims go by
-    /// last use, then the shallower first: what lies outside every useful window lies shallow.
+    /// last use, then the shallower first: what lies outside every useful window lies shallow. A node with pages that a
+    /// session will need and others stands in both orders.
     pub(super) fn refresh_components(&mut self, arena: &Arena, at: u32) {
         let node = &arena.nodes[at as usize];
         for c in ALL {
             for tier in [Tier::Device, Tier::Host] {
-                let heap = &mut self.components[c as usize][tier as usize];
-                let any = node.run != NIL
-                    && arena.runs[node.run as usize].lists(c).is_some_and(|lists| {
-                        lists.tier(tier).get(node.range()).is_some_and(|l| l.iter().any(|&p| p != NO_PAGE))
-                    });
-                if any {
-                    heap.set(at, (node.tick, u64::from(node.depth)));
-                } else {
-                    heap.remove(at);
+                let any = any_pages(arena, node, c, tier);
+                for (heap, any) in self.components[c as usize][tier as usize].iter_mut().zip(any) {
+                    if any {
+                        heap.set(at, (node.tick, u64::from(node.depth)));
+                    } else {
+                        heap.remove(at);
+                    }
                 }
             }
         }
@@ -188,7 +215,7 @@ impl Orders {
     /// After a touch: only nodes that are in have a key to change.
     pub(super) fn rekey_components(&mut self, arena: &Arena, at: u32) {
         let node = &arena.nodes[at as usize];
-        for heap in self.components.iter_mut().flatten() {
+        for heap in self.components.iter_mut().flatten().flatten() {
             if heap.key(at).is_some() {
                 heap.set(at, (node.tick, u64::from(node.depth)));
             }
@@ -197,7 +224,7 @@ impl Orders {
 
     /// Before a node is deleted.
     pub(super) fn forget_components(&mut self, at: u32) {
-        for heap in self.components.iter_mut().flatten() {
+        for heap in self.components.iter_mut().flatten().flatten() {
             heap.remove(at);
         }
     }
@@ -334,6 +361,24 @@ impl Tree {
         }
     }
 
+    /// Notes that one more session (or one less) will need what a request at the end of `end` needs.
+    pub(super) fn keep_spans(&mut self, end: u32, add: bool) {
+        if !self.has_components() {
+            return;
+        }
+        let depth = self.arena.nodes[end as usize].end();
+        for c in ALL {
+            for (at, page, _) in self.positions(end, self.needed(c, depth)) {
+                let run = &mut self.arena.runs[self.arena.nodes[at as usize].run as usize];
+                let pages = run.pages as usize;
+                let kept = &mut run.lists_mut(c).kept;
+                kept.resize(pages, 0);
+                kept[page] = if add { kept[page].saturating_add(1) } else { kept[page].saturating_sub(1) };
+                self.orders.refresh_components(&self.arena, at);
+            }
+        }
+    }
+
     /// Gives back what a lock holds of one component before the lock itself: a request that has computed past its window no
     /// longer needs the old one. Once per lock; later calls do nothing.
     ///
@@ -379,7 +424,7 @@ impl Tree {
     /// The Full copies of a node on a tier are gone: so are its components there.
     pub(super) fn drop_components(&mut self, at: u32, tier: Tier) {
         let node = &self.arena.nodes[at as usize];
-        if self.arena.runs[node.run as usize].components.is_none() {
+        if !self.arena.runs[node.run as usize].has_components() {
             return;
         }
         for page in node.range() {

@@ -116,7 +116,8 @@ impl<S: Store> Grouped<S> {
         }
     }
 
-    /// The same with other links. All processes that share the store may differ in it.
+    /// The same with other links. Processes that share a store may differ in it: one that looks for a link a page misses
+    /// the pages of one that leaves fewer.
     #[must_use]
     pub fn with_names(self, names: Names) -> Grouped<S> {
         Grouped { names, ..self }

@@ -254,8 +254,8 @@ impl Decode {
         // Before any frame goes out: what it invites must be let in.
         while let Some(action) = self.receiver.poll_action() {
             match action {
-                Action::Allow { tag, dest, ring: _ } => {
-                    if let Err(e) = self.target.allow(tag, spans_of(&self.layout, &dest)) {
+                Action::Allow { tag, dest, ring } => {
+                    if let Err(e) = self.target.allow(tag, spans_of(&self.layout, &dest, &ring)) {
                         eprintln!("pd-demo: {e}");
                     }
                 }

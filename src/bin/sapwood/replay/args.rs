@@ -57,6 +57,10 @@ pub(crate) struct Args {
     /// Who leaves the device and the host first
     #[arg(long, value_enum, default_value = "lru")]
     pub(crate) policy: Order,
+    /// Ranks of a tensor-parallel group, driven together: each has a device, a host tier and a store of its own, they are
+    /// not equally fast, and all must decide alike
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = ranks)]
+    pub(crate) ranks: u32,
     /// When host pages are short, give up copies whose node is on the device first (write-through kinds)
     #[arg(long)]
     pub(crate) exclusive: bool,
@@ -234,6 +238,10 @@ fn layers(text: &str) -> Result<u32, BadValue> {
     bounded(text, 1, sapwood::base::limits::LAYERS_MAX.into()).map(|v| v as u32)
 }
 
+fn ranks(text: &str) -> Result<u32, BadValue> {
+    bounded(text, 1, 64).map(|v| v as u32)
+}
+
 fn row_bytes(text: &str) -> Result<u32, BadValue> {
     bounded(text, 1, 1 << 20).map(|v| v as u32)
 }
@@ -315,6 +323,8 @@ mod tests {
             "--layers 0",
             "--bytes-per-token-layer 0",
             "--requests 0",
+            "--ranks 0",
+            "--ranks 65",
             "--max-running 0",
             "--chunk-tokens 0",
             "--speedup 0",

@@ -1,11 +1,16 @@
-//! The cache as the scheduler calls it, with every call on the scheduler's thread timed by kind.
+//! The cache as the scheduler calls it: the same call on every rank, with the same answer, or the replay stops. Every
+//! call on the scheduler's thread is timed by kind, on rank 0.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use sapwood::base::{Fence, NamespaceId, PageId, Tier, Time};
 use sapwood::engine::{CacheError, PrefixCache, Request};
 use sapwood::tiers::{Alloc, Checkpoint, LoadBack, LoadState, MatchInfo, Prefetch, PrefetchState};
 
+use super::error::RunError;
 use super::hist::{Histogram, Quantiles};
 
 /// Kinds of calls, in the order of [`NAMES`].
@@ -36,104 +41,191 @@ const NAMES: [&str; 10] = [
     "tick",
 ];
 
+/// What a request costs the scheduler's thread from its match to its end: finding and locking the prefix, publishing,
+/// letting go. Loads and room for new pages are counted by their own kinds.
+const REQUEST: &str = "request";
+
+/// One request, on every rank.
+pub(crate) struct OnRanks {
+    ranks: Vec<Request>,
+    /// Time of its calls of [`Kind::Match`], [`Kind::Checkpoint`] and [`Kind::Finish`] so far.
+    spent: Duration,
+}
+
+/// Time that goes into poisoning freed pages, in nanoseconds: the replay's own, though spent inside calls.
+pub(crate) type PoisonTime = Arc<AtomicU64>;
+
 /// See the module.
 pub(crate) struct Calls {
-    cache: PrefixCache,
+    ranks: Vec<PrefixCache>,
     namespaces: Vec<NamespaceId>,
     histograms: Vec<Histogram>,
+    requests: Histogram,
+    poison: PoisonTime,
 }
 
 impl Calls {
-    /// Wraps a cache; `namespaces` are those of the tenants.
-    pub(crate) fn new(cache: PrefixCache, namespaces: Vec<NamespaceId>) -> Calls {
-        Calls { cache, namespaces, histograms: NAMES.iter().map(|_| Histogram::new()).collect() }
+    /// Wraps the caches of all ranks, at least one; `namespaces` are those of the tenants.
+    pub(crate) fn new(ranks: Vec<PrefixCache>, namespaces: Vec<NamespaceId>, poison: PoisonTime) -> Calls {
+        let histograms = NAMES.iter().map(|_| Histogram::new()).collect();
+        Calls { ranks, namespaces, histograms, requests: Histogram::new(), poison }
     }
 
-    /// The cache, for everything that is not a scheduler's call.
+    /// The cache of rank 0, for everything that is not a scheduler's call.
     pub(crate) fn cache(&self) -> &PrefixCache {
-        &self.cache
+        &self.ranks[0]
     }
 
-    /// The cache, to be closed.
-    pub(crate) fn cache_mut(&mut self) -> &mut PrefixCache {
-        &mut self.cache
+    /// The caches of all ranks.
+    pub(crate) fn ranks(&self) -> &[PrefixCache] {
+        &self.ranks
     }
 
-    fn timed<T>(&mut self, kind: Kind, call: impl FnOnce(&mut PrefixCache) -> T) -> T {
-        let cache = &mut self.cache;
-        self.histograms[kind as usize].time(|| call(cache))
+    /// The caches of all ranks, to be closed.
+    pub(crate) fn ranks_mut(&mut self) -> &mut [PrefixCache] {
+        &mut self.ranks
     }
 
-    pub(crate) fn request(&mut self, tenant: usize) -> Request {
-        self.cache.request(self.namespaces[tenant])
+    /// One call on every rank; all must answer alike. Returns the answer, and how long rank 0 took.
+    fn on_all<T: PartialEq>(
+        &mut self,
+        kind: Kind,
+        mut call: impl FnMut(&mut PrefixCache, usize) -> Result<T, CacheError>,
+    ) -> Result<(T, Duration), RunError> {
+        let poisoned = self.poison.load(Ordering::Relaxed);
+        let start = Instant::now();
+        let first = call(&mut self.ranks[0], 0)?;
+        let own = Duration::from_nanos(self.poison.load(Ordering::Relaxed) - poisoned);
+        let took = start.elapsed().saturating_sub(own);
+        self.histograms[kind as usize].add(took);
+        for (rank, cache) in self.ranks.iter_mut().enumerate().skip(1) {
+            if call(cache, rank)? != first {
+                return Err(RunError::Answers { rank, call: NAMES[kind as usize] });
+            }
+        }
+        Ok((first, took))
+    }
+
+    fn on_request<T: PartialEq>(
+        &mut self,
+        kind: Kind,
+        request: &mut OnRanks,
+        mut call: impl FnMut(&mut PrefixCache, &mut Request) -> Result<T, CacheError>,
+    ) -> Result<T, RunError> {
+        let (answer, took) = self.on_all(kind, |cache, rank| call(cache, &mut request.ranks[rank]))?;
+        if matches!(kind, Kind::Match | Kind::Checkpoint) {
+            request.spent += took;
+        }
+        Ok(answer)
+    }
+
+    pub(crate) fn request(&mut self, tenant: usize) -> OnRanks {
+        let namespace = self.namespaces[tenant];
+        let ranks = self.ranks.iter_mut().map(|cache| cache.request(namespace)).collect();
+        OnRanks { ranks, spent: Duration::ZERO }
     }
 
     pub(crate) fn match_prefix(
         &mut self,
-        request: &mut Request,
+        request: &mut OnRanks,
         tokens: &[u32],
-    ) -> Result<MatchInfo, CacheError> {
-        self.timed(Kind::Match, |cache| cache.match_prefix(request, tokens))
+    ) -> Result<MatchInfo, RunError> {
+        self.on_request(Kind::Match, request, |cache, request| cache.match_prefix(request, tokens))
     }
 
     /// `true`: the store is being asked.
-    pub(crate) fn prefetch(&mut self, request: &mut Request, tokens: &[u32]) -> Result<bool, CacheError> {
-        let started = self.timed(Kind::Prefetch, |cache| cache.prefetch(request, tokens))?;
+    pub(crate) fn prefetch(&mut self, request: &mut OnRanks, tokens: &[u32]) -> Result<bool, RunError> {
+        let started =
+            self.on_request(Kind::Prefetch, request, |cache, request| cache.prefetch(request, tokens))?;
         Ok(matches!(started, Prefetch::Started { .. }))
     }
 
-    pub(crate) fn poll_prefetch(&mut self, request: &mut Request) -> Result<PrefetchState, CacheError> {
-        self.timed(Kind::PollPrefetch, |cache| cache.poll_prefetch(request))
+    pub(crate) fn poll_prefetch(&mut self, request: &mut OnRanks) -> Result<PrefetchState, RunError> {
+        self.on_request(Kind::PollPrefetch, request, PrefixCache::poll_prefetch)
     }
 
-    pub(crate) fn load_back(&mut self, request: &mut Request) -> Result<LoadBack, CacheError> {
-        self.timed(Kind::LoadBack, |cache| cache.load_back(request))
+    /// When the policy lets the request go on although nothing happens.
+    pub(crate) fn prefetch_deadline(&self, request: &OnRanks) -> Option<Time> {
+        self.ranks[0].prefetch_deadline(&request.ranks[0])
     }
 
-    pub(crate) fn load_state(&mut self, request: &Request) -> Result<LoadState, CacheError> {
-        self.timed(Kind::LoadState, |cache| cache.load_state(request))
+    pub(crate) fn load_back(&mut self, request: &mut OnRanks) -> Result<LoadBack, RunError> {
+        self.on_request(Kind::LoadBack, request, PrefixCache::load_back)
     }
 
-    pub(crate) fn alloc(&mut self, request: &mut Request, pages: u32) -> Result<Alloc, CacheError> {
-        self.timed(Kind::Alloc, |cache| cache.alloc(request, pages))
+    pub(crate) fn load_state(&mut self, request: &mut OnRanks) -> Result<LoadState, RunError> {
+        self.on_request(Kind::LoadState, request, |cache, request| cache.load_state(request))
     }
 
-    pub(crate) fn pages(&self, request: &Request) -> Result<&[PageId], CacheError> {
-        self.cache.pages(request)
+    pub(crate) fn alloc(&mut self, request: &mut OnRanks, pages: u32) -> Result<Alloc, RunError> {
+        self.on_request(Kind::Alloc, request, |cache, request| cache.alloc(request, pages))
     }
 
+    /// The page table on rank 0; it is the same on all.
+    pub(crate) fn pages(&self, request: &OnRanks) -> Result<&[PageId], CacheError> {
+        self.ranks[0].pages(&request.ranks[0])
+    }
+
+    /// The page table of each rank.
+    pub(crate) fn tables<'a>(
+        &'a self,
+        request: &'a OnRanks,
+    ) -> impl Iterator<Item = Result<&'a [PageId], CacheError>> {
+        self.ranks.iter().zip(&request.ranks).map(|(cache, request)| cache.pages(request))
+    }
+
+    /// `last_use` is one fence for each rank.
     pub(crate) fn checkpoint(
         &mut self,
-        request: &mut Request,
+        request: &mut OnRanks,
         tokens: &[u32],
-        last_use: Fence,
-    ) -> Result<Checkpoint, CacheError> {
-        self.timed(Kind::Checkpoint, |cache| cache.checkpoint(request, tokens, last_use))
+        last_use: &[Fence],
+    ) -> Result<Checkpoint, RunError> {
+        let mut fences = last_use.iter().copied();
+        self.on_request(Kind::Checkpoint, request, |cache, request| {
+            cache.checkpoint(request, tokens, fences.next().unwrap_or(Fence::SETTLED))
+        })
     }
 
     pub(crate) fn finish(
         &mut self,
-        request: Request,
+        request: OnRanks,
         tokens: &[u32],
-        last_use: Fence,
-    ) -> Result<(), CacheError> {
-        self.timed(Kind::Finish, |cache| cache.finish(request, tokens, last_use))?;
+        last_use: &[Fence],
+    ) -> Result<(), RunError> {
+        let OnRanks { ranks, spent } = request;
+        let mut ranks = ranks.into_iter().zip(last_use);
+        let (_, took) = self.on_all(Kind::Finish, |cache, _| match ranks.next() {
+            Some((request, fence)) => Ok(Some(cache.finish(request, tokens, *fence)?)),
+            None => Ok(None),
+        })?;
+        self.requests.add(spent + took);
         Ok(())
     }
 
     /// Gives a request up. What it computed has been computed: its stamps are written before a step returns.
-    pub(crate) fn abort(&mut self, request: Request) -> Result<(), CacheError> {
-        self.timed(Kind::Abort, |cache| cache.abort(request, Fence::SETTLED))
+    pub(crate) fn abort(&mut self, request: OnRanks) -> Result<(), RunError> {
+        let mut ranks = request.ranks.into_iter();
+        self.on_all(Kind::Abort, |cache, _| {
+            ranks.next().map_or(Ok(()), |request| cache.abort(request, Fence::SETTLED))
+        })?;
+        Ok(())
     }
 
-    pub(crate) fn tick(&mut self, now: Time) -> Result<(), CacheError> {
-        self.timed(Kind::Tick, |cache| cache.tick(now))
+    pub(crate) fn tick(&mut self, now: Time) -> Result<(), RunError> {
+        self.on_all(Kind::Tick, |cache, _| cache.tick(now))?;
+        Ok(())
+    }
+
+    /// When something may happen on some rank although the scheduler does nothing.
+    pub(crate) fn next_due(&self) -> Option<Time> {
+        self.ranks.iter().filter_map(PrefixCache::next_due).min()
     }
 
     /// Pages of device and host that are not free. O(pages).
     pub(crate) fn pages_in_use(&self) -> (u64, u64) {
         let used = |tier| {
-            let counts = self.cache.page_counts(tier);
+            let counts = self.cache().page_counts(tier);
             u64::from(counts.capacity_pages - counts.free_pages)
         };
         (used(Tier::Device), used(Tier::Host))
@@ -141,7 +233,8 @@ impl Calls {
 
     /// Call times by kind; kinds that were never called are left out.
     pub(crate) fn quantiles(&self) -> BTreeMap<&'static str, Quantiles> {
-        let all = NAMES.iter().zip(&self.histograms).map(|(name, histogram)| (*name, histogram.quantiles()));
+        let kinds = NAMES.iter().zip(&self.histograms).map(|(name, histogram)| (*name, histogram));
+        let all = kinds.chain([(REQUEST, &self.requests)]).map(|(name, h)| (name, h.quantiles()));
         all.filter(|(_, q)| q.count > 0).collect()
     }
 }

@@ -41,6 +41,8 @@ pub(crate) enum InputError {
 pub(crate) enum RunError {
     #[error("cache: {0}")]
     Cache(#[from] CacheError),
+    #[error("rank {rank} answers the call `{call}` in another way than rank 0")]
+    Answers { rank: usize, call: &'static str },
     #[error("device memory: {0}")]
     Memory(#[from] MemoryError),
     #[error("cannot write {}: {source}", path.display())]

@@ -1,6 +1,6 @@
 //! Histograms of call times: fixed size, no allocation while counting.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Buckets per power of two: the value that a quantile reports is at most 1/32 too high.
 const SUB: u64 = 32;
@@ -12,6 +12,7 @@ const BUCKETS: usize = (SUB * POWERS) as usize;
 pub(crate) struct Histogram {
     buckets: Vec<u64>,
     count: u64,
+    sum_ns: u64,
     max_ns: u64,
 }
 
@@ -19,6 +20,7 @@ pub(crate) struct Histogram {
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub(crate) struct Quantiles {
     pub(crate) count: u64,
+    pub(crate) mean: f64,
     pub(crate) p50: f64,
     pub(crate) p99: f64,
     pub(crate) max: f64,
@@ -26,15 +28,7 @@ pub(crate) struct Quantiles {
 
 impl Histogram {
     pub(crate) fn new() -> Histogram {
-        Histogram { buckets: vec![0; BUCKETS], count: 0, max_ns: 0 }
-    }
-
-    /// Runs `call` and counts how long it took.
-    pub(crate) fn time<T>(&mut self, call: impl FnOnce() -> T) -> T {
-        let start = Instant::now();
-        let result = call();
-        self.add(start.elapsed());
-        result
+        Histogram { buckets: vec![0; BUCKETS], count: 0, sum_ns: 0, max_ns: 0 }
     }
 
     /// Counts one duration.
@@ -42,6 +36,7 @@ impl Histogram {
         let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         self.buckets[bucket(ns)] += 1;
         self.count += 1;
+        self.sum_ns = self.sum_ns.saturating_add(ns);
         self.max_ns = self.max_ns.max(ns);
     }
 
@@ -62,6 +57,7 @@ impl Histogram {
         let us = |ns: u64| ns as f64 / 1_000.0;
         Quantiles {
             count: self.count,
+            mean: us(self.sum_ns / self.count.max(1)),
             p50: us(self.quantile_ns(0.5)),
             p99: us(self.quantile_ns(0.99)),
             max: us(self.max_ns),
@@ -111,7 +107,7 @@ mod tests {
         assert_eq!(histogram.quantiles().p99, 0.0);
         (1..=1000).for_each(|us| histogram.add(Duration::from_micros(us)));
         let q = histogram.quantiles();
-        assert_eq!((q.count, q.max), (1000, 1000.0));
+        assert_eq!((q.count, q.mean, q.max), (1000, 500.5, 1000.0));
         assert!((500.0..516.0).contains(&q.p50), "{}", q.p50);
         assert!((990.0..1000.1).contains(&q.p99), "{}", q.p99);
     }

@@ -94,14 +94,15 @@ fn run(args: &Args, input: &Input, start: Instant) -> Result<Vec<String>, Stop> 
     let json = create(args.json.as_deref())?;
     let chart = create(args.chart.as_deref())?;
     let machine = setup::machine(args, &input.jobs)?;
-    let mut scheduler = Scheduler::new(args, &input.jobs, machine.calls, machine.model);
+    let mut scheduler = Scheduler::new(args, &input.jobs, machine.calls, machine.models);
     let bar = progress_bar(input.jobs.len());
     scheduler.run(|ended| bar.set_position(ended))?;
     scheduler.drain()?;
     bar.finish_and_clear();
     let mut report = report(args, input, &scheduler);
     report.violations.extend(machine.scrub_faults.take());
-    let unfinished = scheduler.calls.cache_mut().close(CLOSE_WAIT_MAX);
+    let ranks = scheduler.calls.ranks_mut().iter_mut();
+    let unfinished: u32 = ranks.map(|cache| cache.close(CLOSE_WAIT_MAX)).sum();
     if unfinished > 0 {
         report.violations.push(format!("{unfinished} copies did not end"));
     }
@@ -157,13 +158,7 @@ fn report(args: &Args, input: &Input, scheduler: &Scheduler<'_>) -> Report {
     let named = |list: &sapwood::tiers::stats::TokensByReason| {
         list.iter().map(|(reason, n)| (reason.name().to_owned(), *n)).collect()
     };
-    let mut violations: Vec<String> = cache.sanity().iter().map(ToString::to_string).collect();
-    if stats.violations > 0 {
-        violations.push(format!("{} broken rules were met on the way", stats.violations));
-    }
-    if !cache.is_idle() {
-        violations.push("operations are left that nothing will end".to_owned());
-    }
+    let violations = scheduler.calls.ranks().iter().enumerate().flat_map(violations).collect();
     let oracle = || oracle::hit_tokens(&input.jobs, args.page_size, !args.no_decode);
     Report {
         requests: input.jobs.len() as u64,
@@ -188,13 +183,14 @@ fn report(args: &Args, input: &Input, scheduler: &Scheduler<'_>) -> Report {
             store_get: bytes.store_get,
         },
         counters: counters(cache),
-        pages_verified: scheduler.model.pages_verified,
+        pages_verified: scheduler.models.iter().map(|model| model.pages_verified).sum(),
         mismatches: counts.mismatches,
         mismatch_details: counts.mismatch_details.clone(),
         violations,
         pages: PerTier { device: pages(cache, Tier::Device), host: pages(cache, Tier::Host) },
         call_us: scheduler.calls.quantiles(),
         digest: format!("{:016x}", cache.digest()),
+        rank_digests: scheduler.calls.ranks().iter().map(|c| format!("{:016x}", c.digest())).collect(),
         oracle_hit_tokens: args.oracle.then(oracle),
         oracle_is_exact: args.oracle_is_exact(),
         skipped_lines: input.skipped_lines as u64,
@@ -203,6 +199,25 @@ fn report(args: &Args, input: &Input, scheduler: &Scheduler<'_>) -> Report {
         wall_s: 0.0,
         peak_rss_bytes: 0,
     }
+}
+
+/// What is wrong with the cache of a rank when everything has ended.
+fn violations((rank, cache): (usize, &PrefixCache)) -> Vec<String> {
+    let mut found: Vec<String> = cache.sanity().iter().map(ToString::to_string).collect();
+    if cache.stats().violations > 0 {
+        found.push(format!("{} broken rules were met on the way", cache.stats().violations));
+    }
+    if !cache.is_idle() {
+        found.push("operations are left that nothing will end".to_owned());
+    }
+    for (name, tier) in [("device", Tier::Device), ("host", Tier::Host)] {
+        let leaked = pages(cache, tier).leaked;
+        // Those of rank 0 are in the report.
+        if rank > 0 && leaked > 0 {
+            found.push(format!("{name}: {leaked} pages are neither free nor cached"));
+        }
+    }
+    found.into_iter().map(|line| if rank > 0 { format!("rank {rank}: {line}") } else { line }).collect()
 }
 
 fn counters(cache: &PrefixCache) -> BTreeMap<&'static str, u64> {

@@ -10,6 +10,7 @@ use sapwood::base::{Fence, PageId};
 use sapwood::pool::{Geometry, PlaneId, PoolKind};
 
 use super::stamp::{Prefix, fill, first_wrong, salt};
+use super::tokens::mix;
 
 /// One plane as the loops below need it.
 struct PlaneShape {
@@ -53,6 +54,8 @@ impl fmt::Display for Mismatch {
 /// See the module.
 pub(crate) struct Model {
     device: SoftDevice,
+    /// Every rank holds other bytes of the same page.
+    rank_salt: u64,
     page_tokens: usize,
     planes: Vec<PlaneShape>,
     rows: Vec<u8>,
@@ -61,7 +64,7 @@ pub(crate) struct Model {
 }
 
 impl Model {
-    pub(crate) fn new(device: SoftDevice, geometry: &Arc<Geometry>) -> Model {
+    pub(crate) fn new(device: SoftDevice, geometry: &Arc<Geometry>, rank: usize) -> Model {
         let planes = geometry.planes().iter().enumerate().filter(|(_, p)| p.pool() == PoolKind::Full);
         let planes = planes.map(|(i, p)| PlaneShape {
             id: PlaneId(i as u8),
@@ -71,7 +74,8 @@ impl Model {
         });
         let planes = planes.collect();
         let page_tokens = geometry.page_size_tokens() as usize;
-        Model { device, page_tokens, planes, rows: Vec::new(), pages_verified: 0 }
+        let rank_salt = mix(rank as u64);
+        Model { device, rank_salt, page_tokens, planes, rows: Vec::new(), pages_verified: 0 }
     }
 
     /// Writes the KV of tokens `from..to` of a request with this page table. The fence lies behind the work.
@@ -105,7 +109,8 @@ impl Model {
                 self.rows.resize(part_bytes * plane.parts, 0);
                 for layer in 0..plane.layers {
                     for (part, rows) in self.rows.chunks_exact_mut(part_bytes).enumerate() {
-                        fill(states, salt(plane.id.0, layer, part), plane.row_bytes, rows);
+                        let salt = self.rank_salt ^ salt(plane.id.0, layer, part);
+                        fill(states, salt, plane.row_bytes, rows);
                     }
                     self.device.write_rows(plane.id, table[page], layer, first as u32, &self.rows)?;
                 }
@@ -147,7 +152,7 @@ impl Model {
             for layer in 0..plane.layers {
                 self.device.read_rows(plane.id, page, layer, 0, &mut self.rows)?;
                 for (part, rows) in self.rows.chunks_exact(part_bytes).enumerate() {
-                    let salt = salt(plane.id.0, layer, part);
+                    let salt = self.rank_salt ^ salt(plane.id.0, layer, part);
                     if let Some(token) = first_wrong(states, salt, plane.row_bytes, rows) {
                         let row = &rows[token * plane.row_bytes..(token + 1) * plane.row_bytes];
                         let poison = row.iter().all(|&b| b == POISON_BYTE);
@@ -170,7 +175,7 @@ mod tests {
         let geometry = Geometry::builder(page_tokens).plane(Plane::target(3, 6)).plane(Plane::draft(1, 16));
         let geometry = Arc::new(geometry.build().unwrap());
         let device = SoftDevice::inline(Arc::clone(&geometry), Capacities::full(Capacity::Pages(8))).unwrap();
-        Model::new(device, &geometry)
+        Model::new(device, &geometry, 0)
     }
 
     fn wrong(model: &mut Model, table: &[PageId], prefix: &Prefix, to: usize) -> Vec<Mismatch> {

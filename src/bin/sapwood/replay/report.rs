@@ -81,6 +81,8 @@ pub(crate) struct Report {
     pub(crate) pages: PerTier<Pages>,
     pub(crate) call_us: BTreeMap<&'static str, Quantiles>,
     pub(crate) digest: String,
+    /// Of each rank; they must be equal.
+    pub(crate) rank_digests: Vec<String>,
     /// What an unlimited cache would hit (`--oracle`).
     pub(crate) oracle_hit_tokens: Option<u64>,
     /// The oracle's assumptions held: its count and `hit_tokens` must be equal.
@@ -105,6 +107,9 @@ impl Report {
             if pages.leaked != 0 {
                 faults.push(format!("{tier}: {} pages are neither free nor cached", pages.leaked));
             }
+        }
+        if self.rank_digests.iter().any(|digest| *digest != self.digest) {
+            faults.push(format!("the ranks decided differently: {}", self.rank_digests.join(", ")));
         }
         faults.extend(self.violations.iter().map(|v| format!("violation: {v}")));
         if let Some(oracle) = self.oracle_hit_tokens
@@ -189,7 +194,14 @@ impl Report {
             grouped(self.steps),
             grouped(self.peak_rss_bytes >> 20)
         )?;
-        writeln!(out, "digest         {}", self.digest)
+        let ranks = self.rank_digests.len();
+        let alike = self.rank_digests.iter().all(|digest| *digest == self.digest);
+        let verdict = match (ranks, alike) {
+            (1, _) => String::new(),
+            (_, true) => format!(" on all {ranks} ranks"),
+            (_, false) => " NOT EQUAL on all ranks".to_owned(),
+        };
+        writeln!(out, "digest         {}{verdict}", self.digest)
     }
 
     fn print_counts(
@@ -204,10 +216,18 @@ impl Report {
     }
 
     fn print_calls(&self, out: &mut impl Write) -> io::Result<()> {
-        writeln!(out, "call             {:>12} {:>10} {:>10} {:>10}  (us)", "count", "p50", "p99", "max")?;
+        writeln!(
+            out,
+            "call             {:>12} {:>10} {:>10} {:>10} {:>10}  (us)",
+            "count", "mean", "p50", "p99", "max"
+        )?;
         for (name, q) in &self.call_us {
             let count = grouped(q.count);
-            writeln!(out, "  {name:<14} {count:>12} {:>10.1} {:>10.1} {:>10.1}", q.p50, q.p99, q.max)?;
+            writeln!(
+                out,
+                "  {name:<14} {count:>12} {:>10.1} {:>10.1} {:>10.1} {:>10.1}",
+                q.mean, q.p50, q.p99, q.max
+            )?;
         }
         Ok(())
     }
@@ -261,8 +281,12 @@ pub(crate) mod tests {
             mismatch_details: Vec::new(),
             violations: Vec::new(),
             pages: PerTier::default(),
-            call_us: BTreeMap::from([("match", Quantiles { count: 3, p50: 1.0, p99: 2.0, max: 3.0 })]),
+            call_us: BTreeMap::from([(
+                "match",
+                Quantiles { count: 3, mean: 1.5, p50: 1.0, p99: 2.0, max: 3.0 },
+            )]),
             digest: "00ff".to_owned(),
+            rank_digests: vec!["00ff".to_owned()],
             oracle_hit_tokens: Some(600),
             oracle_is_exact: true,
             skipped_lines: 0,
@@ -291,6 +315,9 @@ pub(crate) mod tests {
         assert_eq!(report.faults().len(), 1);
         report.oracle_is_exact = false;
         assert!(report.faults().is_empty());
+        report.rank_digests.push("00fe".to_owned());
+        assert_eq!(report.faults().len(), 1);
+        report.rank_digests.pop();
         report.mismatches = 5;
         report.mismatch_details = vec!["page 3".to_owned()];
         report.pages.host.leaked = 1;
@@ -323,10 +350,12 @@ pub(crate) mod tests {
             "/pages/device/leaked",
             "/pages/host/leaked",
             "/call_us/match/count",
+            "/call_us/match/mean",
             "/call_us/match/p50",
             "/call_us/match/p99",
             "/call_us/match/max",
             "/digest",
+            "/rank_digests",
             "/wall_s",
             "/peak_rss_bytes",
         ] {

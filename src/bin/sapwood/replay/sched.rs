@@ -8,7 +8,7 @@ use sapwood::base::{Fence, Time};
 use sapwood::tiers::{Alloc, LoadBack, LoadState, PrefetchState};
 
 use super::args::{Args, DevicePages};
-use super::calls::Calls;
+use super::calls::{Calls, OnRanks};
 use super::chart::Timeline;
 use super::error::RunError;
 use super::model::{Mismatch, Model};
@@ -82,7 +82,8 @@ pub(crate) struct Scheduler<'a> {
     arrived: usize,
     page_tokens: usize,
     pub(crate) calls: Calls,
-    pub(crate) model: Model,
+    /// One for each rank.
+    pub(crate) models: Vec<Model>,
     pub(crate) now: Time,
     pub(crate) counts: Counts,
     pub(crate) timeline: Timeline,
@@ -96,7 +97,7 @@ pub(crate) struct Scheduler<'a> {
 }
 
 impl<'a> Scheduler<'a> {
-    pub(crate) fn new(args: &'a Args, jobs: &'a [Job], calls: Calls, model: Model) -> Scheduler<'a> {
+    pub(crate) fn new(args: &'a Args, jobs: &'a [Job], calls: Calls, models: Vec<Model>) -> Scheduler<'a> {
         let mut order: Vec<usize> = (0..jobs.len()).collect();
         if !args.sequential {
             order.sort_by_key(|&job| jobs[job].arrival_us);
@@ -108,7 +109,7 @@ impl<'a> Scheduler<'a> {
             arrived: 0,
             page_tokens: args.page_size as usize,
             calls,
-            model,
+            models,
             now: Time::ZERO,
             counts: Counts::default(),
             timeline: Timeline::default(),
@@ -144,7 +145,7 @@ impl<'a> Scheduler<'a> {
     /// report calls it a violation.
     pub(crate) fn drain(&mut self) -> Result<(), RunError> {
         let until = self.now + DRAIN_MAX_US;
-        while let Some(due) = self.calls.cache().next_due().filter(|due| *due <= until) {
+        while let Some(due) = self.calls.next_due().filter(|due| *due <= until) {
             self.now = due.max(self.now);
             self.calls.tick(self.now)?;
         }
@@ -154,8 +155,8 @@ impl<'a> Scheduler<'a> {
     /// When something will happen although nothing is computed: a transfer ends, or a prefetch has used up its time.
     fn next_due(&self) -> Option<Time> {
         let asking = self.waiting.iter().take(SCAN_MAX).filter_map(|w| w.request.as_ref());
-        let deadlines = asking.filter_map(|request| self.calls.cache().prefetch_deadline(request));
-        deadlines.chain(self.calls.cache().next_due()).min()
+        let deadlines = asking.filter_map(|request| self.calls.prefetch_deadline(request));
+        deadlines.chain(self.calls.next_due()).min()
     }
 
     fn arrival(&self) -> Option<(usize, Time)> {
@@ -316,7 +317,7 @@ impl<'a> Scheduler<'a> {
     }
 
     /// Pages for the first `tokens` tokens. `false`: there is no room.
-    fn grow(&mut self, request: &mut sapwood::engine::Request, tokens: usize) -> Result<bool, RunError> {
+    fn grow(&mut self, request: &mut OnRanks, tokens: usize) -> Result<bool, RunError> {
         let missing = tokens.div_ceil(self.page_tokens).saturating_sub(self.calls.pages(request)?.len());
         Ok(missing == 0 || self.calls.alloc(request, missing as u32)? == Alloc::Granted)
     }
@@ -325,8 +326,9 @@ impl<'a> Scheduler<'a> {
     fn verify(&mut self, at: usize, from: usize, to: usize) -> Result<(), RunError> {
         let session = &self.running[at];
         let (counts, job) = (&mut self.counts, session.job);
-        let table = self.calls.pages(&session.request)?;
-        self.model.verify(table, &session.prefix, from, to, |wrong| counts.wrong(job, &wrong))?;
+        for (model, table) in self.models.iter_mut().zip(self.calls.tables(&session.request)) {
+            model.verify(table?, &session.prefix, from, to, |wrong| counts.wrong(job, &wrong))?;
+        }
         Ok(())
     }
 
@@ -338,7 +340,7 @@ impl<'a> Scheduler<'a> {
                 at += 1;
                 continue;
             };
-            match self.calls.load_state(&self.running[at].request)? {
+            match self.calls.load_state(&mut self.running[at].request)? {
                 LoadState::Ready => {
                     self.running[at].loading = None;
                     self.verify(at, from, to)?;
@@ -418,8 +420,11 @@ impl<'a> Scheduler<'a> {
                 0 => answers += 1,
                 _ => prompt_tokens += p.to - session.kv,
             }
-            let table = self.calls.pages(&session.request)?;
-            fences.push(self.model.compute(table, &session.prefix, session.kv, p.to)?);
+            let mut done = Vec::with_capacity(self.models.len());
+            for (model, table) in self.models.iter_mut().zip(self.calls.tables(&session.request)) {
+                done.push(model.compute(table?, &session.prefix, session.kv, p.to)?);
+            }
+            fences.push(done);
         }
         self.now = self.now + self.step_us(prompt_tokens, answers);
         self.counts.steps += 1;
@@ -433,7 +438,7 @@ impl<'a> Scheduler<'a> {
             session.kv = p.to;
             if session.finished() {
                 let session = self.running.remove(p.session);
-                self.calls.finish(session.request, &session.tokens, fence)?;
+                self.calls.finish(session.request, &session.tokens, &fence)?;
                 self.counts.finished += 1;
                 self.full = false;
             } else if session.abort_due() {
@@ -442,7 +447,7 @@ impl<'a> Scheduler<'a> {
                 self.counts.aborted += 1;
                 self.full = false;
             } else if prefilling {
-                self.checkpoint(p.session, fence)?;
+                self.checkpoint(p.session, &fence)?;
             }
         }
         self.sample();
@@ -451,10 +456,10 @@ impl<'a> Scheduler<'a> {
 
     /// Publishes what is computed so far. Where the tree had a page already, the table now names the tree's, so the
     /// bytes that the request goes on with are somebody else's and are verified.
-    fn checkpoint(&mut self, at: usize, fence: Fence) -> Result<(), RunError> {
+    fn checkpoint(&mut self, at: usize, fences: &[Fence]) -> Result<(), RunError> {
         let session = &mut self.running[at];
         let tokens = &session.tokens[..session.kv];
-        let done = self.calls.checkpoint(&mut session.request, tokens, fence)?;
+        let done = self.calls.checkpoint(&mut session.request, tokens, fences)?;
         let from = session.published;
         session.published = done.published_tokens as usize / self.page_tokens;
         if done.duplicate_pages == 0 {
@@ -526,7 +531,7 @@ mod tests {
         let jobs = built_in(150, 7);
         let machine = setup::machine(&args, &jobs).unwrap();
         let (device, host) = (machine.device.clone(), machine.calls.cache().host_memory().clone());
-        let mut scheduler = Scheduler::new(&args, &jobs, machine.calls, machine.model);
+        let mut scheduler = Scheduler::new(&args, &jobs, machine.calls, machine.models);
         let mut damage = Some(damage);
         let hook = |ended| {
             if let Some(damage) = damage.take_if(|_| ended >= 40) {

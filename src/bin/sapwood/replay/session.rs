@@ -1,8 +1,7 @@
 //! A request on its way through the scheduler: waiting, then running.
 
-use sapwood::engine::Request;
-
 use super::args::Args;
+use super::calls::OnRanks;
 use super::stamp::{Prefix, namespace_seed};
 use super::tokens::{Rng, expand};
 use super::workload::{ADAPTERS, Job};
@@ -42,7 +41,7 @@ pub(crate) struct Waiting {
     /// Index of its job.
     pub(crate) job: usize,
     /// Open while a prefetch may be running for it.
-    pub(crate) request: Option<Request>,
+    pub(crate) request: Option<OnRanks>,
     /// Tokens known: the prompt, and after a retraction what had been said by then.
     pub(crate) known: usize,
     /// It has not run before; hits are counted once.
@@ -69,7 +68,7 @@ impl Waiting {
 /// A running request.
 pub(crate) struct Session {
     pub(crate) job: usize,
-    pub(crate) request: Request,
+    pub(crate) request: OnRanks,
     /// All tokens that get KV.
     pub(crate) tokens: Vec<u32>,
     pub(crate) prefix: Prefix,

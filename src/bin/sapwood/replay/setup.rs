@@ -1,20 +1,23 @@
 //! From options to a workload and a cache.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use sapwood::backend::device::SoftDevice;
 use sapwood::backend::host::HostArena;
+use sapwood::backend::identity::Shard;
 use sapwood::backend::store::Store;
 use sapwood::backend::store::file::{FileConfig, FileStore};
 use sapwood::backend::store::mem::MemStore;
 use sapwood::base::{PageId, Tier};
-use sapwood::engine::{CostModel, Delivery, DraftPlan, ModelIdentity, PrefixCache};
+use sapwood::engine::{CostModel, Delivery, DraftPlan, ModelIdentity, PrefixCache, group};
 use sapwood::key::Namespace;
 use sapwood::pool::{Capacities, Capacity, Geometry, GeometryError, Plane, PlaneKind, PoolKind};
 use sapwood::tiers::{Eviction, PrefetchConfig, PrefetchPolicy, WritePolicy};
 
 use super::args::{self, Args, DevicePages, Draft, Policy, Prefetch, StoreChoice};
-use super::calls::Calls;
+use super::calls::{Calls, PoisonTime};
 use super::complain;
 use super::error::InputError;
 use super::model::Model;
@@ -26,6 +29,8 @@ use super::workload::{ADAPTERS, BUILT_IN_REQUESTS, Job, built_in};
 const MEM_STORE_BYTES_MAX: u64 = 1 << 30;
 /// Cap of a store in a directory.
 const FILE_STORE_BYTES_MAX: u64 = 64 << 30;
+/// All ranks are driven by one thread, so none keeps another waiting.
+const RANK_WAIT_MAX: Duration = Duration::ZERO;
 /// Faults of scrubbing told in words; the rest is counted.
 const SCRUB_FAULTS_MAX: usize = 5;
 
@@ -56,11 +61,11 @@ pub(crate) fn input(args: &Args) -> Result<Input, InputError> {
     Ok(Input { jobs: trace.jobs, skipped_lines: trace.skipped_lines })
 }
 
-/// A cache and the model beside it.
+/// The caches of all ranks and the models beside them.
 pub(crate) struct Machine {
     pub(crate) calls: Calls,
-    pub(crate) model: Model,
-    /// The device, for tests that damage it.
+    pub(crate) models: Vec<Model>,
+    /// The device of rank 0, for tests that damage it.
     #[cfg(test)]
     pub(crate) device: SoftDevice,
     pub(crate) scrub_faults: ScrubFaults,
@@ -90,42 +95,59 @@ impl ScrubFaults {
     }
 }
 
-/// Builds device, store and cache.
+/// Builds device, store and cache of every rank.
 pub(crate) fn machine(args: &Args, jobs: &[Job]) -> Result<Machine, InputError> {
     let geometry = Arc::new(geometry(args)?);
     let device_pages = Capacity::Pages(device_pages(args, jobs));
-    let device = SoftDevice::threaded(Arc::clone(&geometry), Capacities::full(device_pages))?;
     let scrub_faults = ScrubFaults::default();
-    let host: Arc<OnceLock<Arc<HostArena>>> = Arc::default();
-    let mut builder = PrefixCache::builder(Arc::clone(&geometry))
-        .device(device.clone())
-        .host_pages(Capacity::Pages(args.host_pages))
-        .identity(ModelIdentity::whole("sapwood-replay", "stamps-1"))
-        .draft(draft_plan(args))
-        .write_policy(write_policy(args))
-        .exclusive(args.exclusive)
-        .eviction(eviction(args))
-        .prefetch(PrefetchConfig { policy: prefetch_policy(args), ..PrefetchConfig::default() })
-        .delivery(Delivery::Modelled(cost_model(args)))
-        .on_free(poison(device.clone(), Arc::clone(&host), scrub_faults.clone()));
-    if let Some(store) = open_store(args)? {
-        builder = builder.store(store);
+    let poison_time = PoisonTime::default();
+    let (mut caches, mut devices, mut namespaces) = (Vec::new(), Vec::new(), Vec::new());
+    for (rank, member) in group(args.ranks, RANK_WAIT_MAX).into_iter().enumerate() {
+        let device = SoftDevice::threaded(Arc::clone(&geometry), Capacities::full(device_pages))?;
+        let host: Arc<OnceLock<Arc<HostArena>>> = Arc::default();
+        let on_free = poison(device.clone(), Arc::clone(&host), scrub_faults.clone(), poison_time.clone());
+        let mut builder = PrefixCache::builder(Arc::clone(&geometry))
+            .device(device.clone())
+            .host_pages(Capacity::Pages(args.host_pages))
+            .identity(identity(rank as u32, args.ranks))
+            .draft(draft_plan(args))
+            .write_policy(write_policy(args))
+            .exclusive(args.exclusive)
+            .eviction(eviction(args))
+            .prefetch(PrefetchConfig { policy: prefetch_policy(args), ..PrefetchConfig::default() })
+            .delivery(Delivery::Modelled(cost_model(args, rank)))
+            .on_free(on_free);
+        if args.ranks > 1 {
+            builder = builder.agreement(member);
+        }
+        if let Some(store) = open_store(args, rank)? {
+            builder = builder.store(store);
+        }
+        let mut cache = builder.build()?;
+        // Set once, right here; before the build there is no host memory that could be freed.
+        let _ = host.set(Arc::clone(cache.host_memory()));
+        namespaces.clear();
+        for adapter in ADAPTERS {
+            let namespace = Namespace { adapter: adapter.map(str::to_owned), ..Namespace::default() };
+            namespaces.push(cache.namespace(&namespace)?);
+        }
+        caches.push(cache);
+        devices.push(device);
     }
-    let mut cache = builder.build()?;
-    // Set once, right here; before the build there is no host memory that could be freed.
-    let _ = host.set(Arc::clone(cache.host_memory()));
-    let mut namespaces = Vec::with_capacity(ADAPTERS.len());
-    for adapter in ADAPTERS {
-        let namespace = Namespace { adapter: adapter.map(str::to_owned), ..Namespace::default() };
-        namespaces.push(cache.namespace(&namespace)?);
-    }
+    let models = devices.iter().enumerate().map(|(rank, d)| Model::new(d.clone(), &geometry, rank)).collect();
     Ok(Machine {
-        calls: Calls::new(cache, namespaces),
+        calls: Calls::new(caches, namespaces, poison_time),
         #[cfg(test)]
-        device: device.clone(),
-        model: Model::new(device, &geometry),
+        device: devices[0].clone(),
+        models,
         scrub_faults,
     })
+}
+
+/// Ranks hold shards of the model, so none can take another's pages for its own.
+fn identity(rank: u32, ranks: u32) -> ModelIdentity {
+    let shard = Shard::Rank { tensor: (rank, ranks), pipeline: (0, 1), context: (0, 1) };
+    ModelIdentity { shard, ..ModelIdentity::whole("sapwood-replay", "stamps-1") }
 }
 
 /// The target, and beside or behind it one layer of a draft. K and V where the bytes of a token can be halved, a
@@ -154,8 +176,10 @@ fn poison(
     device: SoftDevice,
     host: Arc<OnceLock<Arc<HostArena>>>,
     faults: ScrubFaults,
+    time: PoisonTime,
 ) -> impl FnMut(Tier, PageId) + Send {
     move |tier, page| {
+        let start = Instant::now();
         let poisoned = match (tier, host.get()) {
             (Tier::Device, _) => device.poison(PoolKind::Full, page),
             (_, Some(host)) => host.poison(PoolKind::Full, page),
@@ -164,6 +188,8 @@ fn poison(
         if let Err(error) = poisoned {
             faults.add(format!("freed {tier:?} page {}: {error}", page.0));
         }
+        let took = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        time.fetch_add(took, Ordering::Relaxed);
     }
 }
 
@@ -205,10 +231,11 @@ fn prefetch_policy(args: &Args) -> PrefetchPolicy {
 }
 
 /// The modelled machine moves `modelled_bytes_per_token` where this process moves a few bytes, so its rates are
-/// scaled down by that factor.
-fn cost_model(args: &Args) -> CostModel {
+/// scaled down by that factor. Every rank is a little slower than the one before, so that their copies end apart.
+fn cost_model(args: &Args, rank: usize) -> CostModel {
     let real_bytes_per_token = f64::from(args.layers) * f64::from(args.bytes_per_token_layer);
-    let scale = 1e9 * real_bytes_per_token / f64::from(args.modelled_bytes_per_token);
+    let scale =
+        1e9 * real_bytes_per_token / f64::from(args.modelled_bytes_per_token) / (1.0 + 0.07 * rank as f64);
     let rate = |gb_per_s: f64| ((gb_per_s * scale) as u64).max(1);
     CostModel {
         d2h_bytes_per_s: rate(args.d2h_gb_per_s),
@@ -219,7 +246,8 @@ fn cost_model(args: &Args) -> CostModel {
     }
 }
 
-fn open_store(args: &Args) -> Result<Option<Arc<dyn Store>>, InputError> {
+/// A rank's own connection to the store, or its own directory: what they share is told apart by the identity.
+fn open_store(args: &Args, rank: usize) -> Result<Option<Arc<dyn Store>>, InputError> {
     match args.store_choice() {
         StoreChoice::None => Ok(None),
         StoreChoice::Mem => {
@@ -227,6 +255,7 @@ fn open_store(args: &Args) -> Result<Option<Arc<dyn Store>>, InputError> {
             Ok(Some(Arc::new(MemStore::new(usize::try_from(bytes_max).unwrap_or(usize::MAX)))))
         }
         StoreChoice::Dir(path) => {
+            let path = if args.ranks > 1 { path.join(format!("rank-{rank}")) } else { path };
             let config = FileConfig::new(&path, args.store_bytes.unwrap_or(FILE_STORE_BYTES_MAX));
             let store = FileStore::open(config).map_err(|error| InputError::StoreDir { path, error })?;
             Ok(Some(Arc::new(store)))
@@ -267,7 +296,8 @@ mod tests {
     fn rates_are_scaled_to_the_bytes_that_really_move() {
         let args =
             args("--layers 2 --bytes-per-token-layer 32 --modelled-bytes-per-token 64000 --h2d-gb-per-s 10");
-        assert_eq!(cost_model(&args).h2d_bytes_per_s, 10_000_000);
+        assert_eq!(cost_model(&args, 0).h2d_bytes_per_s, 10_000_000);
+        assert!(cost_model(&args, 3).h2d_bytes_per_s < 10_000_000);
     }
 
     #[test]

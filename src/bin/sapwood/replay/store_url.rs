@@ -103,17 +103,13 @@ fn s3(rest: &str) -> Result<StoreUrl, BadUrl> {
     Ok(StoreUrl::S3 { bucket: bucket.to_owned(), endpoint, region, prefix })
 }
 
-/// The cache asks for chains of pages from where it knows them, so a link for the first of a group is enough.
-#[cfg(any(feature = "mooncake", feature = "object"))]
-fn grouped<S: Store>(store: S) -> sapwood::backend::store::group::Grouped<S> {
-    use sapwood::backend::store::group::{Grouped, Names};
-    Grouped::new(store).with_names(Names::FirstPage)
-}
-
 #[cfg(feature = "mooncake")]
 fn open_mooncake(address: SocketAddr) -> Result<Arc<dyn Store>, ServiceError> {
+    use sapwood::backend::store::group::{Grouped, Names};
     use sapwood::backend::store::mooncake::{MooncakeConfig, MooncakeStore};
-    Ok(Arc::new(grouped(MooncakeStore::open(MooncakeConfig::at(address))?)))
+    let store = MooncakeStore::open(MooncakeConfig::at(address))?;
+    // The cache asks for chains of pages from where it knows them, so a link for the first of a group is enough.
+    Ok(Arc::new(Grouped::new(store).with_names(Names::FirstPage)))
 }
 
 #[cfg(not(feature = "mooncake"))]
@@ -139,6 +135,7 @@ fn open_redis(_: &StoreUrl) -> Result<Arc<dyn Store>, ServiceError> {
 
 #[cfg(feature = "object")]
 fn open_s3(url: &StoreUrl) -> Result<Arc<dyn Store>, ServiceError> {
+    use sapwood::backend::store::group::Grouped;
     use sapwood::backend::store::object::{BucketStore, ObjectConfig};
     let mut config = ObjectConfig::new("");
     if let StoreUrl::S3 { bucket, endpoint, region, prefix } = url {
@@ -148,7 +145,8 @@ fn open_s3(url: &StoreUrl) -> Result<Arc<dyn Store>, ServiceError> {
         config.region = region.clone().unwrap_or(config.region);
         config.prefix = prefix.clone().unwrap_or(config.prefix);
     }
-    Ok(Arc::new(grouped(BucketStore::open(config)?)))
+    // A request for a name that is not there is the dearest one, so every page has a link.
+    Ok(Arc::new(Grouped::new(BucketStore::open(config)?)))
 }
 
 #[cfg(not(feature = "object"))]
