@@ -289,11 +289,11 @@ mod tests {
             });
             for (from, &got) in gains(&hazard, ages).iter().enumerate() {
                 let (mut left, mut uses, mut volume, mut best) = (1.0, 0.0, 0.0, 0.0f64);
-                for bin in from..BINS - 1 {
+                for (bin, &chance) in hazard.iter().enumerate().take(BINS - 1).skip(from) {
                     let width = (ages.edge(bin + 1) - ages.edge(bin)) as f64;
-                    uses += left * hazard[bin];
-                    volume += left * width * (1.0 - 0.5 * hazard[bin]);
-                    left *= 1.0 - hazard[bin];
+                    uses += left * chance;
+                    volume += left * width * (1.0 - 0.5 * chance);
+                    left *= 1.0 - chance;
                     best = best.max(uses / volume);
                 }
                 assert!((got - best).abs() <= 1e-4 * best, "bin {from}: {got}, not {best}");
