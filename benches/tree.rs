@@ -13,6 +13,7 @@ use rustix::time::{ClockId, clock_gettime};
 use sapwood::base::{NamespaceId, PageId};
 use sapwood::key::Key;
 use sapwood::pool::PagePool;
+use sapwood::tree::adaptive::AdaptiveConfig;
 use sapwood::tree::*;
 
 /// CPU time of this thread: on a shared machine the wall clock measures the neighbours.
@@ -146,6 +147,11 @@ impl Cache {
     }
 }
 
+/// LRU or the order that learns.
+fn policy_of(learns: bool, capacity_tokens: usize) -> Policy {
+    if learns { Policy::Adaptive(AdaptiveConfig::new(capacity_tokens as u64 / 16, 16)) } else { Policy::Lru }
+}
+
 fn w1(c: &mut Bench) {
     let mut group = c.benchmark_group("w1");
     group
@@ -211,27 +217,34 @@ fn w2(c: &mut Bench) {
     let mut order: Vec<(u64, usize)> =
         (0..sessions * turns).map(|i| (mix(mix(7).wrapping_add(i as u64)), i)).collect();
     order.sort_unstable();
-    group.bench_function("chat-turn", |b| {
-        b.iter_custom(|iters| {
-            let mut spent = Duration::ZERO;
-            let mut left = iters;
-            while left > 0 {
-                let mut cache = Cache::new(16, true, Policy::Lru, 1 << 23);
-                let mut done = vec![0; sessions];
-                let n = left.min(order.len() as u64) as usize;
-                let start = cpu_now();
-                for &(_, o) in &order[..n] {
-                    let s = o % sessions;
-                    done[s] += 1;
-                    cache.turn(&rows[s][..system_len + done[s] * turn_len]);
+    for (name, capacity, learns) in [
+        ("chat-turn", 1 << 23, false),
+        ("chat-turn-adaptive", 1 << 23, true),
+        ("chat-turn-short", 1 << 21, false),
+        ("chat-turn-short-adaptive", 1 << 21, true),
+    ] {
+        group.bench_function(name, |b| {
+            b.iter_custom(|iters| {
+                let mut spent = Duration::ZERO;
+                let mut left = iters;
+                while left > 0 {
+                    let mut cache = Cache::new(16, true, policy_of(learns, capacity), capacity);
+                    let mut done = vec![0; sessions];
+                    let n = left.min(order.len() as u64) as usize;
+                    let start = cpu_now();
+                    for &(_, o) in &order[..n] {
+                        let s = o % sessions;
+                        done[s] += 1;
+                        cache.turn(&rows[s][..system_len + done[s] * turn_len]);
+                    }
+                    spent += cpu_now() - start;
+                    cache.check();
+                    left -= n as u64;
                 }
-                spent += cpu_now() - start;
-                cache.check();
-                left -= n as u64;
-            }
-            spent
+                spent
+            });
         });
-    });
+    }
     let mut i = 0;
     let copies = rows.clone();
     group.bench_function("floor", |b| {
@@ -246,28 +259,44 @@ fn w2(c: &mut Bench) {
 fn w4(c: &mut Bench) {
     let mut group = c.benchmark_group("w4");
     group.sample_size(20).measurement_time(Duration::from_secs(2)).warm_up_time(Duration::from_millis(500));
-    let prompts: Vec<Vec<u32>> = (0..4_096).map(|i| tokens((4 << 56) + i, 2_048)).collect();
-    let mut cache = Cache::new(16, true, Policy::Lru, 1 << 20);
-    let mut i = 0;
-    for _ in 0..1_024 {
-        cache.turn(&prompts[i % 4_096]);
-        i += 1;
-    }
-    group.bench_function("miss-evict-insert", |b| {
-        b.iter(|| {
-            cache.turn(&prompts[i % 4_096]);
+    let mut prompts: Vec<Vec<u32>> =
+        (0..256).map(|i| tokens((4 << 56) + i, 1_920 + 16 * (i as usize % 17))).collect();
+    // No prompt comes twice.
+    let mut turn = |cache: &mut Cache, i: usize| {
+        let prompt = &mut prompts[i % 256];
+        prompt[0] = i as u32;
+        cache.turn(prompt);
+    };
+    for (name, learns) in [("miss-evict-insert", false), ("miss-evict-insert-adaptive", true)] {
+        let mut cache = Cache::new(16, true, policy_of(learns, 1 << 20), 1 << 20);
+        let mut i = 0;
+        // Past the first lessons.
+        for _ in 0..40_000 {
+            turn(&mut cache, i);
             i += 1;
+        }
+        group.bench_function(name, |b| {
+            b.iter(|| {
+                turn(&mut cache, i);
+                i += 1;
+            });
         });
-    });
-    cache.check();
+        cache.check();
+    }
     group.finish();
 }
 
 fn evict(c: &mut Bench) {
     let mut group = c.benchmark_group("evict-per-node");
     group.sample_size(10).measurement_time(Duration::from_secs(1)).warm_up_time(Duration::from_millis(300));
-    for (name, policy) in [("list", Policy::Lru), ("heap", Policy::Priority)] {
+    for (name, policy) in
+        [("list", Policy::Lru), ("heap", Policy::Priority), ("adaptive", policy_of(true, 1 << 20))]
+    {
         for leaves in [1_000u32, 10_000, 100_000, 1_000_000] {
+            let policy = match policy {
+                Policy::Adaptive(_) => policy_of(true, leaves as usize * 32),
+                ref policy => policy.clone(),
+            };
             let config = TreeConfig { page_size: 16, policy: policy.clone(), ..TreeConfig::default() };
             let mut tree = Tree::new(config).unwrap();
             let mut out = InsertOut::default();
@@ -307,8 +336,11 @@ fn evict(c: &mut Bench) {
 fn w5(c: &mut Bench) {
     let mut group = c.benchmark_group("w5");
     group.sample_size(20).measurement_time(Duration::from_secs(1)).warm_up_time(Duration::from_millis(300));
-    for merge in [true, false] {
-        let mut cache = Cache::new(16, merge, Policy::Lru, 1_000_000 * 32 + (1 << 16));
+    for (name, merge, learns) in
+        [("session", true, false), ("session-adaptive", true, true), ("session-unmerged", false, false)]
+    {
+        let capacity = 1_000_000 * 32 + (1 << 16);
+        let mut cache = Cache::new(16, merge, policy_of(learns, capacity), capacity);
         let mut sessions = 0u64;
         for steps in [1_000u64, 10_000, 100_000, 1_000_000] {
             while sessions * 10 < steps {
@@ -319,7 +351,6 @@ fn w5(c: &mut Bench) {
             let picked: Vec<Vec<u32>> =
                 (0..4_000).map(|i| tokens((5 << 56) + mix(steps + i) % sessions, 320)).collect();
             let mut i = 0;
-            let name = if merge { "session" } else { "session-unmerged" };
             group.bench_function(BenchmarkId::new(name, steps), |b| {
                 b.iter(|| {
                     i = (i + 1) % picked.len();

@@ -5,7 +5,7 @@ use sapwood::base::plant::{Plant, plant};
 use sapwood::pool::Capacity;
 use sapwood::sim::{Report, Weather, World};
 use sapwood::tiers::{
-    CoreConfig, PrefetchConfig, PrefetchPolicy, StateConfig, StoreConfig, WindowConfig, WritePolicy,
+    CoreConfig, Eviction, PrefetchConfig, PrefetchPolicy, StateConfig, StoreConfig, WindowConfig, WritePolicy,
 };
 
 const STEPS: u64 = 400;
@@ -47,6 +47,7 @@ fn run(seed: u64) -> Report {
     let hybrid = [Hybrid::Full, Hybrid::Window, Hybrid::State, Hybrid::All][pick(50, 4) as usize];
     let page_size = [1, 4, 16][pick(16, 3) as usize];
     let config = CoreConfig {
+        eviction: [Eviction::Lru, Eviction::Adaptive][pick(52, 2) as usize],
         host: Capacity::Pages(4 + pick(24, 28) as u32),
         write,
         store: (pick(32, 4) > 0).then_some(StoreConfig {

@@ -19,8 +19,8 @@ use crate::backend::store::{ArenaNeed, Store};
 use crate::base::{PageId, Tier};
 use crate::pool::{Capacities, Capacity, Geometry, Plane, PlaneKind, PoolKind};
 use crate::tiers::{
-    Agreement, ConfigError, Core, CoreConfig, PrefetchConfig, RegistrationPolicy, Solo, StoreConfig,
-    WritePolicy,
+    Agreement, ConfigError, Core, CoreConfig, Eviction, PrefetchConfig, RegistrationPolicy, Solo,
+    StoreConfig, WritePolicy,
 };
 
 /// What is stored under which name: pages of another model, revision or weights epoch can never be hit.
@@ -153,6 +153,7 @@ pub struct Builder {
     write: WritePolicy,
     prefetch: PrefetchConfig,
     exclusive: bool,
+    eviction: Eviction,
     write_ahead_percent: u32,
     loads_in_flight_max: u32,
     delivery: Delivery,
@@ -187,6 +188,7 @@ impl Builder {
             write: WritePolicy::None,
             prefetch: plain.prefetch,
             exclusive: plain.exclusive,
+            eviction: plain.eviction,
             write_ahead_percent: plain.write_ahead_percent,
             loads_in_flight_max: plain.loads_in_flight_max,
             delivery: Delivery::AsCompleted,
@@ -257,6 +259,12 @@ impl Builder {
     /// Store prefetch settings.
     pub fn prefetch(mut self, config: PrefetchConfig) -> Self {
         self.prefetch = config;
+        self
+    }
+
+    /// See [`CoreConfig::eviction`]. Default: least recently used.
+    pub fn eviction(mut self, eviction: Eviction) -> Self {
+        self.eviction = eviction;
         self
     }
 
@@ -392,6 +400,7 @@ impl Builder {
             loads_in_flight_max: self.loads_in_flight_max,
             window: None,
             state: None,
+            eviction: self.eviction,
         };
         config.validate()?;
         Ok(config)

@@ -3,7 +3,8 @@
 use crate::base::limits::{PAGE_SIZE_MAX, POOL_PAGES_MAX};
 use crate::key::KeyView;
 use crate::pool::Capacity;
-use crate::tree::{BackupRule, Components, TreeConfig, TreeConfigError};
+use crate::tree::adaptive::AdaptiveConfig;
+use crate::tree::{BackupRule, Components, Policy, TreeConfig, TreeConfigError};
 
 /// When a node gets a host copy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -184,6 +185,16 @@ pub struct StateConfig {
     pub host: Capacity,
 }
 
+/// Who leaves a tier first.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Eviction {
+    /// Least recently used.
+    #[default]
+    Lru,
+    /// Learns who comes back: see [`adaptive`](crate::tree::adaptive).
+    Adaptive,
+}
+
 /// Settings of a [`Core`](super::Core).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CoreConfig {
@@ -213,6 +224,8 @@ pub struct CoreConfig {
     pub window: Option<WindowConfig>,
     /// Recurrent state beside full attention.
     pub state: Option<StateConfig>,
+    /// Order of eviction, on the device and on the host.
+    pub eviction: Eviction,
 }
 
 impl CoreConfig {
@@ -231,6 +244,23 @@ impl CoreConfig {
             loads_in_flight_max: 64,
             window: None,
             state: None,
+            eviction: Eviction::default(),
+        }
+    }
+
+    fn eviction_policy(&self) -> Policy {
+        // Without limit nothing is evicted; any scale will do.
+        let pages = |capacity: Capacity| match capacity {
+            Capacity::Pages(pages) => u64::from(pages),
+            Capacity::Unlimited => 1 << 20,
+        };
+        let (device, host) = (pages(self.device), pages(self.host));
+        match self.eviction {
+            Eviction::Lru => Policy::Lru,
+            Eviction::Adaptive => {
+                let kept = if self.exclusive { device + host } else { device.max(host) };
+                Policy::Adaptive(AdaptiveConfig::new(kept, self.page_size))
+            }
         }
     }
 
@@ -266,6 +296,7 @@ impl CoreConfig {
                 true => BackupRule::BackedUpParent,
                 false => BackupRule::Free,
             },
+            policy: self.eviction_policy(),
             write_threshold: self.write.threshold(),
             hashing: self.store.is_some(),
             components: Components {

@@ -25,8 +25,8 @@ pub use self::core::{Core, CoreError, Freed};
 pub use action::{Action, EndKey, Event, PageOutcome, PagePair, PoolKind, StoreItem};
 pub use agree::{AgreeError, Agreement, Solo, Votes};
 pub use config::{
-    ConfigError, CoreConfig, PrefetchConfig, PrefetchPolicy, Rates, StateConfig, StoreConfig, WindowConfig,
-    WritePolicy,
+    ConfigError, CoreConfig, Eviction, PrefetchConfig, PrefetchPolicy, Rates, StateConfig, StoreConfig,
+    WindowConfig, WritePolicy,
 };
 pub use oplog::{Op, OpLog, OpLogError};
 pub use outcome::{

@@ -9,7 +9,8 @@ use std::str::FromStr;
 
 use super::action::{Event, PageOutcome};
 use super::config::{
-    CoreConfig, PrefetchConfig, PrefetchPolicy, Rates, StateConfig, StoreConfig, WindowConfig, WritePolicy,
+    CoreConfig, Eviction, PrefetchConfig, PrefetchPolicy, Rates, StateConfig, StoreConfig, WindowConfig,
+    WritePolicy,
 };
 use super::core::Core;
 use super::request::RequestId;
@@ -503,6 +504,9 @@ fn config_text(c: &CoreConfig) -> String {
             ],
         ),
     }
+    if c.eviction == Eviction::Adaptive {
+        words(&mut out, ["adaptive"]);
+    }
     out
 }
 
@@ -548,6 +552,12 @@ fn parse_config(text: &str) -> Result<CoreConfig, OpLogError> {
             retry_ms: w.number()?,
         }),
     };
+    // Logs of before there was a choice end here.
+    let eviction = match w.word() {
+        Ok("adaptive") => Eviction::Adaptive,
+        Ok(_) => return Err(bad),
+        Err(_) => Eviction::Lru,
+    };
     w.end()?;
     Ok(CoreConfig {
         page_size,
@@ -561,6 +571,7 @@ fn parse_config(text: &str) -> Result<CoreConfig, OpLogError> {
         loads_in_flight_max,
         window,
         state,
+        eviction,
     })
 }
 
@@ -624,7 +635,8 @@ mod tests {
             state: Some(StateConfig { device: Capacity::Pages(3), host: Capacity::Pages(0) }),
             ..CoreConfig::device_only(1, Capacity::Pages(4))
         };
-        for config in [plain, full, CoreConfig { write: WritePolicy::WriteBack, ..full }] {
+        let learns = CoreConfig { eviction: Eviction::Adaptive, ..plain };
+        for config in [plain, learns, full, CoreConfig { write: WritePolicy::WriteBack, ..full }] {
             let log = OpLog { config, ops: all() };
             assert_eq!(log.to_string().parse::<OpLog>(), Ok(log));
         }

@@ -2,7 +2,7 @@
 //! is freed, whatever the size of the tree. The last victim is cut to what is still wanted.
 
 use crate::base::containers::Map;
-use crate::base::{NodeId, PageId};
+use crate::base::{NodeId, PageId, Tier};
 
 use super::node::{DEVICE_ORDERS, HOST_ORDERS, Listed, NIL, Node, ROOT, Residency};
 use super::order::facts;
@@ -85,8 +85,7 @@ impl Tree {
             let up = &self.arena.nodes[parent as usize];
             let all_reported = up.kids_device > 0 && reported.get(&parent) == Some(&up.kids_device);
             if all_reported && parent != ROOT && up.locks == 0 {
-                let key = self.orders.policy.key(&facts(up));
-                self.orders.heaps[DEVICE_ORDERS[usize::from(up.refs > 0)] as usize].set(parent, key);
+                self.orders.put_in_device_heap(&self.arena, parent);
                 aside.push(parent);
             }
         }
@@ -116,7 +115,9 @@ impl Tree {
         let node = &self.arena.nodes[at as usize];
         let pages = node.pages;
         if node.host == Residency::Present {
-            self.arena.nodes[at as usize].tick = self.orders.tick;
+            if self.orders.adaptive.is_none() {
+                self.arena.nodes[at as usize].tick = self.orders.tick;
+            }
             self.drop_device(at, &mut out.freed_device);
             out.demoted_pages += pages;
             self.try_merge(at);
@@ -224,9 +225,21 @@ impl Tree {
     /// Lists the nodes without a host copy, and worth one, among the first `within_pages` pages of the device order: what will have to
     /// be written when room is made, so that it can be written before. Nodes with a backup in flight are not listed.
     /// Returns when the last used node of that range was used, for [`reclaim_mirrors`](Tree::reclaim_mirrors). Under a heap
-    /// policy nothing is known ahead and nothing is listed. O(nodes in that range).
+    /// policy nothing is known ahead and nothing is listed; under the adaptive one only leaves are, and 0 is returned. O(nodes
+    /// in that range).
     pub fn unbacked_ahead(&self, within_pages: u32, out: &mut Vec<NodeId>) -> u64 {
         let (mut left, mut used) = (within_pages, 0);
+        if let Some(adaptive) = &self.orders.adaptive {
+            adaptive.ahead(Tier::Device, |at| {
+                let node = &self.arena.nodes[at as usize];
+                if node.host == Residency::Absent && self.reports(node, Unbacked::Report) {
+                    out.push(self.arena.id(at));
+                }
+                left = left.saturating_sub(node.pages);
+                left > 0
+            });
+            return 0;
+        }
         for listed in DEVICE_ORDERS {
             let mut at = self.orders.lists[listed as usize].oldest;
             while left > 0 && at != NIL {

@@ -189,8 +189,7 @@ impl Tree {
         let up = &self.arena.nodes[parent as usize];
         let all = plan.planned.get(&parent) == Some(&up.kids_device);
         if parent != ROOT && up.locks == 0 && all && !plan.slots.contains(&parent) {
-            let key = self.orders.policy.key(&facts(up));
-            self.orders.heaps[DEVICE_ORDERS[usize::from(up.refs > 0)] as usize].set(parent, key);
+            self.orders.put_in_device_heap(&self.arena, parent);
             aside.push(parent);
         }
     }

@@ -157,6 +157,7 @@ impl Tree {
             if at == ROOT {
                 return;
             }
+            let node = &self.arena.nodes[at as usize];
             let (parent, pages, on_device) = (node.parent, node.pages, node.device == Residency::Present);
             if on_device {
                 self.stats.device_pages_evictable += pages;

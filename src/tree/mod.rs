@@ -345,6 +345,23 @@ impl Tree {
         }
     }
 
+    /// What the scheduler knows of the use of a prefix that ends with `node`. Void under any policy but
+    /// [`Policy::Adaptive`]. O(1).
+    ///
+    /// # Errors
+    /// Unknown node, the root.
+    pub fn hint(&mut self, node: NodeId, hint: adaptive::Hint) -> Result<(), TreeError> {
+        let at = self.slot_below_root(node)?;
+        self.orders.hint(&mut self.arena, at, hint);
+        Ok(())
+    }
+
+    /// What the adaptive order says about itself; `None` under any other policy.
+    #[must_use]
+    pub fn adaptive_stats(&self) -> Option<adaptive::AdaptiveStats> {
+        self.orders.adaptive.as_ref().map(|a| a.stats())
+    }
+
     /// Sizes and counters. O(1).
     #[must_use]
     pub fn stats(&self) -> TreeStats {

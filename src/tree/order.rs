@@ -2,12 +2,14 @@
 //!
 //! A node stands in the device order if it has a device copy and no lock, in the host order if it has only a host copy
 //! and neither lock nor pin. Locked nodes are not in any list, so a walk never has to skip them. Under a heap policy only
-//! leaves of the tier are in.
+//! leaves of the tier are in; under the adaptive one they stand in its cells.
 
 use std::cmp::Reverse;
 
+use crate::base::Tier;
 use crate::base::heap::{HeapKey, IndexHeap};
 
+use super::adaptive::{Adaptive, Hint, Leaf};
 use super::component::COMPONENTS;
 use super::node::{Arena, DEVICE_ORDERS, HOST_ORDERS, Links, Listed, NIL, Node, ROOT, Residency};
 use super::policy::{NodeFacts, Policy};
@@ -32,6 +34,8 @@ pub(super) struct Orders {
     pub(super) lists: [Ends; 4],
     /// By [`Listed`]; in use under every other policy.
     pub(super) heaps: [IndexHeap; 4],
+    /// The order that learns, in place of the heaps.
+    pub(super) adaptive: Option<Box<Adaptive>>,
     /// Nodes whose host copy could be given up, by last use.
     pub(super) mirrors: Ends,
     /// Such nodes that were older than the newest mirror when they became one. Key: latest use first.
@@ -43,7 +47,7 @@ pub(super) struct Orders {
     pub(super) fingers: [u32; 4],
     /// The tree has components; without them no call looks at `components`.
     pub(super) has_components: bool,
-    /// Advances once per call; the only clock.
+    /// Advances once per call, and by the pages of requests where the order learns; the only clock.
     pub(super) tick: u64,
 }
 
@@ -124,9 +128,31 @@ pub(super) fn facts(node: &Node) -> NodeFacts {
     }
 }
 
+fn leaf(node: &Node) -> Leaf {
+    Leaf {
+        tick: node.tick,
+        depth: node.depth,
+        pages: node.pages,
+        reach: node.reach,
+        kids: node.kids,
+        priority: node.priority,
+        kept: node.refs > 0,
+    }
+}
+
+/// The tier of an order.
+fn tier_of(listed: Listed) -> Tier {
+    if DEVICE_ORDERS.contains(&listed) { Tier::Device } else { Tier::Host }
+}
+
 impl Orders {
     pub(super) fn new(policy: Policy, has_components: bool) -> Orders {
+        let adaptive = match &policy {
+            Policy::Adaptive(config) => Some(Box::new(Adaptive::new(*config))),
+            _ => None,
+        };
         Orders {
+            adaptive,
             policy,
             lists: [Ends::EMPTY; 4],
             heaps: Default::default(),
@@ -140,7 +166,7 @@ impl Orders {
     }
 
     /// First node to go of the host order.
-    pub(super) fn first_host(&self) -> Option<u32> {
+    pub(super) fn first_host(&mut self) -> Option<u32> {
         if !self.policy.is_list() {
             return self.heap_top(HOST_ORDERS);
         }
@@ -148,14 +174,17 @@ impl Orders {
     }
 
     /// First node to go of a tier's two heaps.
-    pub(super) fn heap_top(&self, orders: [Listed; 2]) -> Option<u32> {
+    pub(super) fn heap_top(&mut self, orders: [Listed; 2]) -> Option<u32> {
+        if let Some(adaptive) = &mut self.adaptive {
+            return adaptive.first(tier_of(orders[0]), self.tick);
+        }
         orders.iter().find_map(|&listed| self.heaps[listed as usize].peek())
     }
 
     /// Takes a node out of the device heaps for the duration of one eviction.
     pub(super) fn take_from_device_heaps(&mut self, at: u32) {
         for listed in DEVICE_ORDERS {
-            self.heaps[listed as usize].remove(at);
+            self.set_aside(listed, at);
         }
     }
 
@@ -269,13 +298,95 @@ impl Orders {
         match (listed, self.policy.is_list()) {
             (Listed::Nowhere, _) => {}
             (_, true) => unlink(&mut arena.nodes, &mut self.lists[listed as usize], at, order_links),
-            (_, false) => _ = self.heaps[listed as usize].remove(at),
+            (_, false) => self.set_aside(listed, at),
         }
     }
 
-    /// Takes a node out of everything, before it is deleted.
-    pub(super) fn forget(&mut self, arena: &mut Arena, at: u32) {
+    /// Takes a leaf out of an order, or not if it is not in; never of a list.
+    fn set_aside(&mut self, listed: Listed, at: u32) {
+        match &mut self.adaptive {
+            Some(adaptive) => adaptive.leave(tier_of(listed), at),
+            None => _ = self.heaps[listed as usize].remove(at),
+        }
+    }
+
+    /// Puts a leaf into an order, at the place that is right for it now; never of a list.
+    fn put(&mut self, arena: &Arena, listed: Listed, at: u32) {
+        let node = &arena.nodes[at as usize];
+        match &mut self.adaptive {
+            Some(adaptive) => {
+                adaptive.leave(tier_of(listed), at);
+                adaptive.enter(tier_of(listed), at, &leaf(node), self.tick);
+            }
+            None => self.heaps[listed as usize].set(at, self.policy.key(&facts(node))),
+        }
+    }
+
+    /// Puts a node into the device heap that it belongs to, as if it were a leaf.
+    pub(super) fn put_in_device_heap(&mut self, arena: &Arena, at: u32) {
+        let kept = arena.nodes[at as usize].refs > 0;
+        self.put(arena, DEVICE_ORDERS[usize::from(kept)], at);
+    }
+
+    /// A node was made; `name` names its pages.
+    pub(super) fn created(&mut self, arena: &Arena, at: u32, name: impl Fn(u32) -> u64) {
+        if let Some(adaptive) = &mut self.adaptive {
+            let node = &arena.nodes[at as usize];
+            adaptive.created(at, (node.parent != ROOT).then_some(node.parent), &leaf(node), name);
+        }
+    }
+
+    /// A look-up found this path, `pages` in all: where the order learns, its uses are answered and time passes. The
+    /// nodes stay where they stand; a touch or a lock moves them.
+    #[inline]
+    pub(super) fn matched(&mut self, arena: &mut Arena, path: &[u32], pages: u32) {
+        if let Some(adaptive) = &mut self.adaptive {
+            let (now, mut lru_pages, mut last) = (self.tick, 0, None);
+            for &at in path {
+                let node = &arena.nodes[at as usize];
+                lru_pages += adaptive.used(node.tick, now, node.pages);
+                if node.listed != Listed::Nowhere {
+                    adaptive.answered(at, now);
+                }
+                last = Some((at, node.tick));
+            }
+            if let Some((at, tick)) = last {
+                adaptive.answered(at, now);
+                adaptive.ended(at, tick, now);
+            }
+            adaptive.request(now, pages, lru_pages);
+            path.iter().rev().for_each(|&at| self.set_tick(arena, at, now));
+            self.tick += u64::from(pages);
+        }
+    }
+
+    /// What the scheduler knows of a node.
+    pub(super) fn hint(&mut self, arena: &mut Arena, at: u32, hint: Hint) {
+        let Some(adaptive) = &mut self.adaptive else { return };
+        let tier = match arena.nodes[at as usize].listed {
+            Listed::Nowhere => return adaptive.hint(at, hint, self.tick),
+            listed => tier_of(listed),
+        };
+        adaptive.leave(tier, at);
+        adaptive.hint(at, hint, self.tick);
+        adaptive.enter(tier, at, &leaf(&arena.nodes[at as usize]), self.tick);
+    }
+
+    /// Time passes by so many pages, where time is volume.
+    pub(super) fn pass(&mut self, pages: u32) {
+        if self.adaptive.is_some() {
+            self.tick += u64::from(pages);
+        }
+    }
+
+    /// Takes a node out of everything, before it is deleted. `evicted`: it may come back; otherwise it has been merged
+    /// into its child.
+    pub(super) fn forget(&mut self, arena: &mut Arena, at: u32, evicted: bool) {
         self.leave(arena, at);
+        if let Some(adaptive) = self.adaptive.as_mut().filter(|_| evicted) {
+            let node = &arena.nodes[at as usize];
+            adaptive.evicted(at, node.tick, node.pages);
+        }
         if self.has_components {
             self.forget_components(at);
         }
@@ -312,6 +423,21 @@ impl Orders {
     /// Changes the tick of a node that stands in no order of eviction, or will stand in the same place of it.
     #[inline]
     pub(super) fn take_tick(&mut self, arena: &mut Arena, at: u32, tick: u64) {
+        self.renew(arena, at, tick);
+        self.set_tick(arena, at, tick);
+    }
+
+    /// Tells the order that learns that a node's last use moves to `tick`.
+    #[inline]
+    fn renew(&mut self, arena: &Arena, at: u32, tick: u64) {
+        if let Some(adaptive) = self.adaptive.as_mut().filter(|_| at != ROOT) {
+            let node = &arena.nodes[at as usize];
+            adaptive.renew((node.tick, tick), node.pages);
+        }
+    }
+
+    #[inline]
+    fn set_tick(&mut self, arena: &mut Arena, at: u32, tick: u64) {
         if arena.nodes[at as usize].tick != tick {
             let mirrored = arena.nodes[at as usize].mirrored;
             self.remove_mirror(arena, at);
@@ -330,22 +456,25 @@ impl Orders {
         if self.policy.is_list() {
             return;
         }
-        let node = &arena.nodes[at as usize];
-        if node.listed != Listed::Nowhere {
-            self.heaps[node.listed as usize].set(at, self.policy.key(&facts(node)));
+        let listed = arena.nodes[at as usize].listed;
+        if listed != Listed::Nowhere {
+            self.put(arena, listed, at);
         }
     }
 
     /// Marks a node as just used.
     #[inline]
     pub(super) fn touch(&mut self, arena: &mut Arena, at: u32) {
+        self.renew(arena, at, self.tick);
         arena.nodes[at as usize].tick = self.tick;
         self.freshen_mirror(arena, at);
         if self.has_components {
             self.rekey_components(arena, at);
         }
         if !self.policy.is_list() {
-            self.rekey(arena, at);
+            if self.adaptive.as_ref().is_none_or(|a| !a.settled(at, self.tick)) {
+                self.rekey(arena, at);
+            }
             return;
         }
         let listed = arena.nodes[at as usize].listed;

@@ -8,6 +8,8 @@ use std::sync::Arc;
 
 use crate::base::heap::HeapKey;
 
+use super::adaptive::AdaptiveConfig;
+
 /// What a policy may know of a victim. Pages and ticks are integers of the tree; no wall clock.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NodeFacts {
@@ -72,6 +74,8 @@ pub enum Policy {
         /// Pages the next prompt is expected to add.
         next_prompt_pages: u32,
     },
+    /// Learns who comes back: see [`adaptive`](super::adaptive). Components keep least recently used.
+    Adaptive(AdaptiveConfig),
     /// A policy of the embedder.
     Custom(Arc<dyn EvictionPolicy>),
 }
@@ -87,7 +91,7 @@ impl Policy {
     }
 
     pub(super) fn uses_reach(&self) -> bool {
-        matches!(self, Policy::TailTrim { .. } | Policy::Custom(_))
+        matches!(self, Policy::TailTrim { .. } | Policy::Adaptive(_) | Policy::Custom(_))
     }
 
     pub(super) fn hits_cap(&self) -> u32 {
@@ -102,7 +106,7 @@ impl Policy {
     pub(super) fn key(&self, facts: &NodeFacts) -> HeapKey {
         let used = facts.used;
         match self {
-            Policy::Lru => (0, used),
+            Policy::Lru | Policy::Adaptive(_) => (0, used),
             Policy::Lfu => (u64::from(facts.hits), used),
             Policy::Fifo => (facts.created, used),
             Policy::Mru => (!used, 0),

@@ -271,6 +271,27 @@ impl Tree {
                 self.check_families(ends, tier, report);
                 continue;
             }
+            if let Some(adaptive) = &self.orders.adaptive {
+                if [Listed::DeviceKept, Listed::HostKept].contains(&tier) {
+                    continue;
+                }
+                let orders = if tier == Listed::Device { DEVICE_ORDERS } else { HOST_ORDERS };
+                let members: Vec<u32> =
+                    sound.iter().copied().filter(|&at| orders.contains(&self.node(at).listed)).collect();
+                let tier = if tier == Listed::Device { Tier::Device } else { Tier::Host };
+                let found = adaptive.members(tier);
+                let mut standing: Vec<u32> = found.iter().map(|f| f.0).collect();
+                standing.sort_unstable();
+                report.must(
+                    standing == members,
+                    "order-sets",
+                    format_args!("{tier:?} cells: {standing:?}, not {members:?}"),
+                );
+                for (at, _) in found.iter().filter(|f| !f.1) {
+                    report.must(false, "order-keys", format_args!("node {at} stands in a wrong cell"));
+                }
+                continue;
+            }
             report.must(
                 heap.len() == members.len(),
                 "order-sets",

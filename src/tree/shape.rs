@@ -1,6 +1,7 @@
 //! Links between nodes: add, split, merge, remove. The only writer of parents, children, tags and ranges.
 
 use super::Tree;
+use super::adaptive::page_name;
 use super::node::{Links, Listed, NIL, Node, ROOT, Residency};
 use super::walk::tag_of;
 
@@ -51,6 +52,11 @@ impl Tree {
         self.table.insert(tag, at);
         self.link_child(parent, at);
         self.arena.nodes[parent as usize].kids += 1;
+        let (p, overlap) = (self.page_size as usize, self.view.overlap());
+        let node = &self.arena.nodes[at as usize];
+        let tokens = &self.arena.run_tokens(node.run)[node.from as usize * p..];
+        let name = |page: u32| page_name(ns.0, &tokens[page as usize * p..(page as usize + 1) * p + overlap]);
+        self.orders.created(&self.arena, at, name);
         // Under a heap policy the parent may have been a host leaf.
         self.refresh(parent);
         at
@@ -97,9 +103,23 @@ impl Tree {
         let tag = self.tag_under(prefix, at);
         self.arena.nodes[at as usize].tag = tag;
         self.table.insert(tag, at);
+        if self.orders.adaptive.is_some() {
+            self.split_marks(prefix, at);
+        }
         self.orders.split(&mut self.arena, self.rule, prefix, at);
         self.stats.splits += 1;
         prefix
+    }
+
+    fn split_marks(&mut self, prefix: u32, suffix: u32) {
+        let page = self.page_size as usize + self.view.overlap();
+        let (upper, lower) = (self.tokens_of(prefix), self.tokens_of(suffix));
+        let node = &self.arena.nodes[suffix as usize];
+        let end = page_name(node.ns.0, &upper[upper.len() - page..]);
+        let (start, depth) = (page_name(node.ns.0, &lower[..page]), node.depth);
+        if let Some(adaptive) = &mut self.orders.adaptive {
+            adaptive.split(prefix, suffix, depth, start, end);
+        }
     }
 
     /// Merges a node into its only child if nothing can tell the difference: same state on both tiers, same counts, used
@@ -118,11 +138,13 @@ impl Tree {
         // belongs between them; a heap goes by the ticks.
         let in_list = self.orders.policy.is_list() && !self.has_components() && low.listed != Listed::Nowhere;
         let listed = in_list && self.stats.ops == 0;
-        let same_age = up.tick == low.tick || listed && low.order.newer == at;
+        let close = self.orders.adaptive.as_ref().is_some_and(|a| a.alike(up.tick, low.tick));
+        let same_age = up.tick == low.tick || close || listed && low.order.newer == at;
         let alike = (up.device, up.host, up.hits, up.priority, up.reach, up.created)
             == (low.device, low.host, low.hits, low.priority, low.reach, low.created);
         // A session that ends at the upper node would come to hold the lower one too.
         let ends_here = up.refs > 0 && self.sessions.end_here(at);
+        let (ticks, low_pages) = ((low.tick, up.tick), low.pages);
         if !alike || !same_age || ends_here || held(up) || held(low) {
             return;
         }
@@ -131,9 +153,12 @@ impl Tree {
             return;
         }
         // The child takes the node's place in the shape. Its place in the orders is next to the node's.
-        self.orders.forget(&mut self.arena, at);
+        self.orders.forget(&mut self.arena, at, false);
         self.orders.remove_mirror(&mut self.arena, child);
         let up = self.arena.nodes[at as usize].clone();
+        if let Some(adaptive) = &mut self.orders.adaptive {
+            adaptive.merged(at, child, low_pages, ticks);
+        }
         self.table.remove(self.arena.nodes[child as usize].tag, child);
         self.table.replace(up.tag, at, child);
         self.unlink_child(up.parent, at);
@@ -182,7 +207,7 @@ impl Tree {
         let (parent, tag, run, from) = (node.parent, node.tag, node.run, node.from);
         let ends_run = from + node.pages == self.arena.runs[run as usize].pages;
         self.recede_sessions(at);
-        self.orders.forget(&mut self.arena, at);
+        self.orders.forget(&mut self.arena, at, true);
         self.table.remove(tag, at);
         self.unlink_child(parent, at);
         self.arena.nodes[parent as usize].kids -= 1;

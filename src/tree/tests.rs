@@ -793,6 +793,10 @@ fn seeds() -> std::ops::Range<u64> {
     }
 }
 
+fn adaptive(guard: bool) -> Policy {
+    Policy::Adaptive(adaptive::AdaptiveConfig { guard, ..adaptive::AdaptiveConfig::new(40, 2) })
+}
+
 #[test]
 fn random_histories_stay_sound() {
     for seed in seeds() {
@@ -804,7 +808,9 @@ fn random_histories_stay_sound() {
             hashing: seed % 2 == 0,
             events: seed % 4 == 2,
             merge: seed % 5 > 1,
-            policy: [Policy::Lru, Policy::Lfu, Policy::Priority, Policy::Lru][seed as usize % 4].clone(),
+            policy: [Policy::Lru, Policy::Lfu, Policy::Priority, Policy::Lru, adaptive(seed % 2 == 0)]
+                [seed as usize % 5]
+                .clone(),
             write_threshold: 2,
             ..TreeConfig::default()
         };

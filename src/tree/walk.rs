@@ -241,6 +241,7 @@ impl Tree {
             }
             self.extend_match(found, at, node.pages, on_device);
         }
+        self.orders.matched(&mut self.arena, &path, found.depth_pages());
         path
     }
 
@@ -279,6 +280,7 @@ impl Tree {
             }
             self.extend_match(&mut found, at, node.pages, true);
         }
+        self.orders.matched(&mut self.arena, &path, found.depth_pages() - depth);
         // The locked nodes stand in no order; their release counts as their use.
         for &at in path.iter().rev() {
             self.orders.touch(&mut self.arena, at);
@@ -363,8 +365,12 @@ impl Tree {
         if walk.spare > 0
             && let Some(last) = path.last_mut()
         {
-            let keep = self.arena.nodes[*last as usize].pages - walk.spare;
-            *last = self.split(*last, keep);
+            let all = self.arena.nodes[*last as usize].pages;
+            let keep = all - walk.spare;
+            let suffix = std::mem::replace(last, self.split(*last, keep));
+            if let Some(adaptive) = &mut self.orders.adaptive {
+                adaptive.used_in_part(*last, suffix, keep, all);
+            }
         }
     }
 }

@@ -5,6 +5,8 @@
 
 /// Age bins. The last one is open.
 pub(super) const BINS: usize = 30;
+/// Octaves of age: bin 0, then pairs of bins. The last one is a single bin.
+pub(super) const OCTAVES: usize = BINS / 2 + 1;
 
 /// Maps ages to bins that widen by half an octave each. The first bin ends at 1/64 of the capacity.
 #[derive(Clone, Copy, Debug)]
@@ -27,6 +29,22 @@ impl Ages {
         let octave = x.ilog2();
         let half = (x >> (octave - 1)) & 1;
         ((2 * octave - 1) as usize + half as usize).min(BINS - 1)
+    }
+
+    /// The octave of an age.
+    #[inline]
+    pub(super) fn octave(self, age: u64) -> usize {
+        self.bin(age).div_ceil(2)
+    }
+
+    /// Where an octave ends.
+    pub(super) fn octave_end(self, octave: usize) -> u64 {
+        if octave + 1 >= OCTAVES { u64::MAX } else { self.edge(2 * octave + 1) }
+    }
+
+    /// Least difference of age that is told apart: half of bin 0.
+    pub(super) fn quantum(self) -> u64 {
+        1 << self.shift
     }
 
     /// Where a bin starts.
@@ -67,6 +85,10 @@ mod tests {
                 }
             }
             assert_eq!(ages.bin(u64::MAX), BINS - 1);
+            for octave in 0..OCTAVES - 1 {
+                assert_eq!(ages.octave(ages.octave_end(octave) - 1), octave);
+                assert_eq!(ages.octave(ages.octave_end(octave)), octave + 1);
+            }
         }
     }
 

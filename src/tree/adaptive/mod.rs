@@ -2,65 +2,76 @@
 //!
 //! LRU asks when a prefix was used last. This asks what a page still brings: the chance that its conversation, document
 //! or system prompt is used again, per volume of work that the page would have to wait. Both come from the history of
-//! this very cache, hits and misses alike, through three small tables:
+//! this very cache, hits and misses alike, through a few small tables:
 //!
 //! | file | holds |
 //! |---|---|
+//! | `mark` | what is kept of a node |
 //! | `signal` | what is known of a use: turn, lengths of prompt and answer, gaps, place in the tree |
-//! | `score` | an additive model from signals to "is used again" |
-//! | `hazard` | per class of score and age: the measured hazard, and the gain that orders the victims |
-//! | `history` | recent uses in order, ghosts included; the shadow of LRU |
+//! | `score` | an additive model from signals to "is used again", and the classes its scores are cut into |
+//! | `hazard` | per class and age: the measured hazard, and the gain that orders the victims |
+//! | `samples` | uses that are followed, for the lessons |
+//! | `cells` | the order of one tier: leaves by class, cost and age |
+//! | `ghosts` | evicted nodes |
+//! | `shadow` | what LRU would hold in the same memory |
 //! | `guard` | falls back to LRU when the shadow is ahead |
 //! | `age` | bins of age, in volume of work |
 //!
-//! Deterministic: no clock, no random number, no transcendental function, no map order. Sizes: 40 bytes a node
-//! ([`Mark`]), 56 bytes a remembered use, 40 more a ghost. Cost: O(log n) a decision (the caller's heap), O(bins) a use
-//! over its life. `docs/EVICTION.md` has the results.
+//! **Cost.** Only leaves are ordered, so only leaves are scored, when they enter an order; a look-up, a touch or a lock of the
+//! nodes above costs nothing but the shadow's count. Lessons come from samples. Everything is O(1) but the choice of a
+//! victim, which is O(64). Deterministic: no clock, no random number, no transcendental function, no map order.
 //!
-//! The caller keeps one [`Mark`] per node and a heap of evictable leaves by [`Adaptive::key`], and per request calls
-//! [`Adaptive::request`], drains [`Adaptive::next_due`] (re-key those nodes), then [`Adaptive::touch`] for each node of
-//! the path, deepest first.
+//! **Time** is the volume of work: the tree's tick advances by the pages of a request. A page that waits for a volume of V
+//! keeps V other pages out.
 
 mod age;
+mod cells;
+mod ghosts;
 mod guard;
 mod hazard;
-mod history;
+mod mark;
+mod samples;
 mod score;
+mod shadow;
 mod signal;
 
-pub use signal::{Place, Request, SIGNAL_NAMES};
+pub(super) use signal::Leaf;
+pub use signal::SIGNAL_NAMES;
 
-use std::collections::VecDeque;
+use crate::base::Tier;
 
-use crate::base::heap::HeapKey;
-
-use age::{Ages, BINS};
+use age::{Ages, half_octave};
+use cells::{Cells, EXPECTED, FINISHED, Gains, KEPT, LEVELS};
+use ghosts::{Ghost, Ghosts, NO_SAMPLE};
 use guard::Guard;
 use hazard::{CLASSES, Hazards};
-use history::{Answered, History};
+use mark::Mark;
+use samples::{Sample, Samples};
 use score::Scorer;
+use shadow::Shadow;
 use signal::{SIGNALS, Signals};
 
-/// Requests between two looks at the tables. At 50 and 200 the results are the same.
-const REBUILD_REQUESTS: u64 = 64;
-/// What a rebuild leaves of old evidence: half is gone after 9,000 requests.
+/// New uses between two looks at the tables: 1/32 of those so far, within these bounds.
+const REBUILD_MIN: u64 = 64;
+const REBUILD_MAX: u64 = 512;
+/// What 64 uses leave of old evidence: half is gone after 9,000. And of the count of scores, since these move with the
+/// weights.
 const FADE: f64 = 0.995;
-/// One in so many passed octaves teaches the scorer. 1 and 2 order alike; at 4 the synthetic trace loses 1 point.
-const LESSON_EVERY: f64 = 2.0;
-/// Scores from which the quantiles are taken.
-const SCORES: usize = 2_048;
+const FADE_SCORES: f64 = 0.9;
 
 /// Where attention doubles the cost of a token in a model of 8 B parameters with 32 layers of 4,096: 1.6e10 FLOP against
 /// 524,288 per position before it.
 const KNEE_TOKENS: u32 = 1 << 15;
 
 /// How to order victims.
-#[derive(Clone, Copy, PartialEq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AdaptiveConfig {
-    /// Pages of the tier that is ordered.
+    /// Pages of memory that the tree's order decides about: those of the device, or with a host tier those of the host
+    /// (inclusive) or of both (exclusive). Ages are seen on this scale, and LRU in this much memory is what is never
+    /// lost against.
     pub capacity_pages: u64,
-    /// Most uses remembered. Enough is a few times the nodes that the tier holds.
-    pub history_max: usize,
+    /// Most evicted nodes remembered. Enough is a few times the nodes that the memory holds.
+    pub ghosts_max: usize,
     /// Depth, in pages, at which a page costs twice as much to compute again as at the root, because attention looks
     /// back over all of it. What is maximised is work saved. 0: all pages cost the same, hits are maximised.
     pub cost_knee_pages: u32,
@@ -71,431 +82,517 @@ pub struct AdaptiveConfig {
 }
 
 impl AdaptiveConfig {
-    /// The defaults for a tier of `capacity_pages`.
+    /// The defaults for `capacity_pages` of memory.
     #[must_use]
     pub fn new(capacity_pages: u64, page_tokens: u32) -> AdaptiveConfig {
         let cost_knee_pages = (KNEE_TOKENS / page_tokens.max(1)).max(1);
-        AdaptiveConfig { capacity_pages, history_max: 1 << 18, cost_knee_pages, guard: true, silenced: 0 }
+        AdaptiveConfig { capacity_pages, ghosts_max: 1 << 16, cost_knee_pages, guard: true, silenced: 0 }
     }
 }
 
-/// What a node remembers of its uses. The caller stores it and hands it back.
+/// What the scheduler knows of the use of a prefix.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Mark {
-    /// Number of the latest use.
-    number: u64,
-    /// Volume at the first and at the latest use.
-    born: u64,
-    last: u64,
-    /// Volume between the latest two uses.
-    gap: u64,
-    uses: u32,
-    turn: u16,
-    class: u8,
-}
-
-impl Default for Mark {
-    fn default() -> Self {
-        Mark { number: u64::MAX, born: 0, last: 0, gap: 0, uses: 0, turn: 0, class: 0 }
-    }
-}
-
-impl Mark {
-    /// Turn of the request that used the node last, from 0.
-    #[must_use]
-    pub fn turn(&self) -> u32 {
-        self.turn.into()
-    }
-
-    fn mean_gap(&self) -> u64 {
-        if self.uses < 2 { 0 } else { (self.last - self.born) / u64::from(self.uses - 1) }
-    }
+pub enum Hint {
+    /// Tokens of the answer that was given.
+    Answered(u32),
+    /// A request waits that will use it (a queue, a tool call under way). Counted: each look-up that ends there takes
+    /// one away. Kept longest, for a volume of one capacity.
+    Expected,
+    /// The session is over: evicted first. Void when it is used again.
+    Finished,
 }
 
 /// What the order says about itself.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct AdaptiveStats {
-    /// Uses remembered.
-    pub uses: usize,
+    /// Leaves in the orders of device and host.
+    pub leaves: [usize; 2],
     /// Evicted nodes remembered.
     pub ghosts: usize,
+    /// Uses that are followed.
+    pub samples: usize,
+    /// One in 2^k uses is a sample.
+    pub sample_stage: u32,
     /// True while the learned order rules, false while LRU does.
     pub learned: bool,
     /// Changes between the two.
     pub switches: u32,
     /// Pages hit more than LRU would have, capped above; see `guard`.
     pub lead_pages: i64,
-    /// Pages hit so far.
+    /// Pages hit so far, on any tier.
     pub hit_pages: u64,
     /// Pages that LRU would have hit in the same memory.
     pub lru_hit_pages: u64,
+    /// Of the followed uses that came back: hits by this order as a multiple of hits by LRU.
+    pub advantage: f64,
     /// Spread of the weights of each signal of [`SIGNAL_NAMES`]: how much it tells.
     pub spreads: [f32; SIGNALS],
     /// Gain of a fresh page of the least and of the most promising class, in uses per million pages of volume.
     pub gain_fresh: (f32, f32),
 }
 
-/// The order. See the module.
+/// The order. See the module. Nodes are named by their slots; times are ticks of the tree.
 #[derive(Clone, Debug)]
-pub struct Adaptive {
+pub(super) struct Adaptive {
     config: AdaptiveConfig,
     ages: Ages,
     scorer: Scorer,
     hazards: Hazards,
-    history: History,
+    samples: Samples,
+    shadow: Shadow,
     guard: Guard,
-    scores: VecDeque<(f64, u32)>,
-    quantiles: [f64; CLASSES - 1],
-    request: Request,
-    /// Volume so far, in pages.
-    now: u64,
-    requests: u64,
-    shadow_pages: u64,
+    ghosts: Ghosts,
+    marks: Vec<Mark>,
+    tiers: [Cells; 2],
+    gains: Box<Gains>,
+    /// Depths at which the next level of cost starts.
+    levels: [u32; LEVELS - 1],
+    /// New uses so far.
+    uses: u64,
+    next_rebuild: u64,
+    rebuilt_uses: u64,
+    rebuilt_at: u64,
+    /// When samples are looked at next.
+    look_at: u64,
     hit_pages: u64,
     lru_hit_pages: u64,
-    due: Vec<u32>,
+    /// Share of a leaf that is used when it is not used whole.
+    part: f32,
 }
 
 impl Adaptive {
     /// An order that knows nothing yet and therefore is LRU.
-    #[must_use]
-    pub fn new(config: AdaptiveConfig) -> Adaptive {
+    pub(super) fn new(config: AdaptiveConfig) -> Adaptive {
         let ages = Ages::new(config.capacity_pages);
-        Adaptive {
+        let cells = Cells::new(ages);
+        let knee = u64::from(config.cost_knee_pages);
+        let mut adaptive = Adaptive {
+            config,
             ages,
             scorer: Scorer::new(),
             hazards: Hazards::new(config.capacity_pages, ages),
-            history: History::new(config.capacity_pages, config.history_max),
+            samples: Samples::new(),
+            shadow: Shadow::new(config.capacity_pages),
             guard: Guard::new(config.capacity_pages, config.guard),
-            scores: VecDeque::new(),
-            quantiles: [f64::INFINITY; CLASSES - 1],
-            request: Request::default(),
-            now: 0,
-            requests: 0,
-            shadow_pages: 0,
+            ghosts: Ghosts::new(config.ghosts_max),
+            marks: Vec::new(),
+            tiers: [cells.clone(), cells],
+            gains: Box::new([[0.0; age::BINS]; cells::LISTS_ALL]),
+            // Level k starts where a page costs 2^(k/2): knee * (2^(k/2) - 1).
+            levels: [414, 1_000, 1_828, 3_000, 4_657, 7_000]
+                .map(|m| (knee * m / 1_000).min(u32::MAX.into()) as u32),
+            uses: 0,
+            next_rebuild: REBUILD_MIN,
+            rebuilt_uses: 0,
+            rebuilt_at: 0,
+            look_at: 0,
             hit_pages: 0,
             lru_hit_pages: 0,
-            due: Vec::new(),
-            config,
-        }
-    }
-
-    /// A request comes; time passes by its pages. Afterwards drain [`Self::next_due`], then touch its path.
-    /// Amortised O(bins) per node touched before.
-    pub fn request(&mut self, request: Request) {
-        self.guard.count(self.request.hit_pages.into(), self.shadow_pages);
-        self.hit_pages += u64::from(request.hit_pages);
-        self.lru_hit_pages += self.shadow_pages;
-        self.shadow_pages = 0;
-        self.history.settle_lru();
-        self.now += u64::from(request.prompt_pages);
-        self.request = request;
-        self.requests += 1;
-        let Adaptive { history, hazards, scorer, due, .. } = self;
-        history.cross(self.now, self.ages, |crossing| {
-            hazards.passed(crossing.class, crossing.bin, crossing.pages);
-            if teaches(crossing.number, crossing.bin) {
-                scorer.learn(&crossing.signals, crossing.bin, crossing.pages, LESSON_EVERY, false);
-            }
-            due.extend(crossing.owner);
-        });
-        if self.requests.is_multiple_of(REBUILD_REQUESTS) {
-            self.rebuild();
-        }
-    }
-
-    /// A node whose age has changed: give it its new key if it is in an order. Call until `None`.
-    pub fn next_due(&mut self) -> Option<u32> {
-        self.due.pop()
-    }
-
-    /// The current request uses a node; call for its whole path, deepest node first, new nodes included. `owner` is
-    /// what [`Self::next_due`] will say; `mark` is the node's own, or that of its ghost, or `None` for a node never
-    /// seen. O(signals).
-    #[must_use]
-    pub fn touch(&mut self, owner: u32, mark: Option<Mark>, place: Place) -> Mark {
-        if let Some(answered) = mark.and_then(|m| self.history.answer(m.number)) {
-            self.account(&answered);
-        }
-        let mut signals = Signals::new(&self.request, &place, mark.as_ref());
-        for signal in (0..SIGNALS).filter(|s| self.config.silenced >> s & 1 == 1) {
-            signals.silence(signal);
-        }
-        let score = self.scorer.score(&signals);
-        if self.scores.len() == SCORES {
-            self.scores.pop_front();
-        }
-        self.scores.push_back((score, place.pages));
-        let class = self.quantiles.iter().filter(|&&q| score > q).count() as u8;
-        let number = self.history.push(self.now, owner, place.pages, class, signals);
-        let (now, turn) = (self.now, self.request.turn.min(u16::MAX.into()) as u16);
-        match mark {
-            None => Mark { number, born: now, last: now, gap: 0, uses: 1, turn, class },
-            Some(m) => {
-                let gap = now.saturating_sub(m.last);
-                Mark { number, born: m.born, last: now, gap, uses: m.uses.saturating_add(1), turn, class }
-            }
-        }
-    }
-
-    /// Where a node stands: the smallest key goes first. O(1).
-    #[must_use]
-    pub fn key(&self, mark: &Mark, depth_pages: u32) -> HeapKey {
-        let bin = self.ages.bin(self.now.saturating_sub(mark.last));
-        let gain = if self.guard.learned() {
-            self.hazards.gain(mark.class, bin) * self.cost(depth_pages)
-        } else {
-            // LRU on the same scale, so that nodes keyed before a change and after it mix without a sweep.
-            self.hazards.gain(CLASSES as u8 - 1, 0) / (bin + 1) as f64
+            part: 0.5,
         };
-        // The bits of floats that are not negative order like the floats.
-        (gain.max(0.0).to_bits(), mark.number)
+        adaptive.weigh();
+        adaptive
     }
 
-    /// A node was evicted; `key` names its content, and is asked for when the content comes back. O(1).
-    pub fn evicted(&mut self, mark: Mark, key: u64) {
-        self.history.bury(mark, key);
-    }
+    // ---- what happens to nodes ----
 
-    /// The mark that an evicted node left, if it is still remembered. O(1).
-    pub fn revive(&mut self, key: u64) -> Option<Mark> {
-        self.history.dig(key)
-    }
-
-    /// A node was removed and is not expected back: nothing is learned from it. O(1).
-    pub fn removed(&mut self, mark: Mark) {
-        self.history.forget(mark.number);
-    }
-
-    /// The first `upper_pages` of a node become a node of their own because the current request goes on differently
-    /// from there. Touch the upper node next, with the mark that this returns. O(1).
-    #[must_use]
-    pub fn split(&mut self, mark: &Mark, upper_pages: u32) -> Mark {
-        if let Some(part) = self.history.divide(mark.number, upper_pages) {
-            self.account(&part);
+    /// A node was made below `parent` (`None`: the root). `name` gives the name of a page of it, by its number from the
+    /// start of the node. O(1) and the ghosts found.
+    pub(super) fn created(&mut self, at: u32, parent: Option<u32>, leaf: &Leaf, name: impl Fn(u32) -> u64) {
+        if self.marks.len() <= at as usize {
+            self.marks.resize(at as usize + 1, Mark::default());
         }
-        // The use stays with the lower node; the upper one has been answered.
-        Mark { number: u64::MAX, ..*mark }
+        let first = name(0);
+        let up = parent.map_or(Mark::default(), |p| self.marks[p as usize]);
+        let (known, past) = self.revive(leaf, first, &name);
+        let new_pages = (leaf.pages - known).min(u16::MAX.into()) as u16;
+        let mut mark = Mark {
+            start: place(first, leaf.depth),
+            end: name(leaf.pages - 1) as u32,
+            family: if parent.is_some() { up.family } else { 1 + (first >> 32) as u8 % 255 },
+            fresh: true,
+            uses: 1,
+            base: leaf.depth,
+            new_pages,
+            ..Mark::default()
+        };
+        if let Some(past) = past {
+            mark.uses = past.uses.saturating_add(1);
+            mark.turn = past.turn.saturating_add(1);
+            mark.mean_gap = mean_gap(past.mean_gap, past.uses, leaf.tick.saturating_sub(past.tick));
+        }
+        if parent.is_some() {
+            // What goes on from a node that nobody has matched is the same request in chunks.
+            let turn = if up.fresh { up.turn } else { up.turn.saturating_add(1) };
+            mark.turn = mark.turn.max(turn);
+            if up.fresh {
+                mark.new_pages = up.new_pages.saturating_add(new_pages);
+                mark.base = up.base;
+                mark.answer = up.answer;
+            }
+        }
+        self.marks[at as usize] = mark;
+        self.shadow.add(leaf.tick, leaf.pages);
     }
 
-    /// How it is going. O(weights).
-    #[must_use]
-    pub fn stats(&self) -> AdaptiveStats {
+    /// Digs up what was evicted of a new node: pages known, and the past of its first part.
+    fn revive(&mut self, leaf: &Leaf, first: u64, name: &impl Fn(u32) -> u64) -> (u32, Option<Ghost>) {
+        let (mut known, mut past, mut lru) = (0, None, 0u64);
+        while known < leaf.pages {
+            let page = if known == 0 { first } else { name(known) };
+            let Some(ghost) = self.ghosts.dig(place(page, leaf.depth + known)) else { break };
+            let left = leaf.pages - known;
+            let whole =
+                ghost.pages <= left && (ghost.end == 0 || name(known + ghost.pages - 1) as u32 == ghost.end);
+            let pages =
+                if whole { ghost.pages } else { ((ghost.pages as f32 * self.part) as u32).clamp(1, left) };
+            lru += u64::from(self.shadow.take(ghost.tick, pages));
+            self.answer(ghost.sample, leaf.tick, pages as f32 / ghost.pages.max(1) as f32);
+            past = past.or(Some(ghost));
+            known += pages;
+            if !whole {
+                break;
+            }
+        }
+        if lru > 0 {
+            self.lru_hit_pages += lru;
+            self.guard.count(0, lru);
+        }
+        (known, past)
+    }
+
+    /// A request's look-up used a node: the last use was at `tick`. Returns the pages that LRU would have hit. O(1).
+    #[inline]
+    pub(super) fn used(&mut self, tick: u64, now: u64, pages: u32) -> u32 {
+        let lru = self.shadow.take(tick, pages);
+        self.shadow.add(now, pages);
+        lru
+    }
+
+    /// The node is a leaf of an order and was used: its use is answered. O(1).
+    #[inline]
+    pub(super) fn answered(&mut self, at: u32, now: u64) {
+        let mark = &mut self.marks[at as usize];
+        mark.filed = false;
+        mark.finished = false;
+        let sample = std::mem::replace(&mut mark.sample, NO_SAMPLE);
+        if sample != NO_SAMPLE {
+            self.answer(sample, now, 1.0);
+        }
+    }
+
+    /// A look-up ended in this node; before that it was used at `tick`. O(1).
+    #[inline]
+    pub(super) fn ended(&mut self, at: u32, tick: u64, now: u64) {
+        let mark = &mut self.marks[at as usize];
+        mark.fresh = false;
+        mark.expected = mark.expected.saturating_sub(1);
+        mark.mean_gap = mean_gap(mark.mean_gap, mark.uses, now.saturating_sub(tick));
+        mark.uses = mark.uses.saturating_add(1);
+    }
+
+    /// A look-up is over: pages that it hit, and that LRU would have hit. O(1); lessons are amortised.
+    pub(super) fn request(&mut self, now: u64, own_pages: u32, lru_pages: u32) {
+        self.shadow.settle();
+        self.hit_pages += u64::from(own_pages);
+        self.lru_hit_pages += u64::from(lru_pages);
+        self.guard.count(own_pages.into(), lru_pages.into());
+        if now >= self.look_at {
+            self.look_at = now + self.ages.quantum();
+            self.teach(now);
+        }
+        if self.uses >= self.next_rebuild {
+            self.rebuild(now);
+        }
+    }
+
+    /// A touch or the release of a lock moves a node's last use from one time to a later one. O(1), O(log) where that is
+    /// in the past.
+    #[inline]
+    pub(super) fn renew(&mut self, ticks: (u64, u64), pages: u32) {
+        self.shadow.renew(ticks, pages);
+    }
+
+    /// `prefix` has become the first `leaf.pages` pages of what was `suffix`; `name` is that of the first page of the
+    /// suffix, `end` that of the last page of the prefix. Neither is in an order. O(1).
+    pub(super) fn split(&mut self, prefix: u32, suffix: u32, suffix_depth: u32, name: u64, end: u64) {
+        if self.marks.len() <= prefix as usize {
+            self.marks.resize(prefix as usize + 1, Mark::default());
+        }
+        let old = &mut self.marks[suffix as usize];
+        let upper = Mark { end: end as u32, expected: 0, standing: false, ..*old };
+        // The use goes with the part that is used or stays.
+        old.sample = NO_SAMPLE;
+        old.start = place(name, suffix_depth);
+        self.marks[prefix as usize] = upper;
+    }
+
+    /// Only the first `kept` of `all` pages of a leaf are used: they have become `prefix`. O(1).
+    pub(super) fn used_in_part(&mut self, prefix: u32, suffix: u32, kept: u32, all: u32) {
+        let part = kept as f32 / all.max(1) as f32;
+        self.part += 0.05 * (part - self.part);
+        if let Some(sample) = self.samples.get(self.marks[prefix as usize].sample) {
+            sample.pages = ((sample.pages as f32 * part) as u32).max(1);
+        }
+        self.marks[suffix as usize].filed = false;
+    }
+
+    /// `upper` and `lower` have become `lower`; they were used last at these ticks. O(1).
+    pub(super) fn merged(&mut self, upper: u32, lower: u32, pages: u32, ticks: (u64, u64)) {
+        let up = self.marks[upper as usize];
+        self.samples.close(up.sample);
+        let low = &mut self.marks[lower as usize];
+        low.start = up.start;
+        low.turn = low.turn.max(up.turn);
+        low.uses = low.uses.max(up.uses);
+        low.expected = low.expected.max(up.expected);
+        self.shadow.shift(ticks, pages);
+    }
+
+    /// True if two times of use are too close to be told apart.
+    pub(super) fn alike(&self, a: u64, b: u64) -> bool {
+        a.abs_diff(b) < self.ages.quantum()
+    }
+
+    /// A node is gone from all tiers. It is in no order. O(1).
+    pub(super) fn evicted(&mut self, at: u32, tick: u64, pages: u32) {
+        let Mark { start, end, sample, mean_gap, uses, turn, .. } = self.marks[at as usize];
+        if start != 0 {
+            self.ghosts.bury(start, Ghost { tick, end, pages, sample, mean_gap, uses, turn, ..Ghost::NONE });
+        }
+        self.marks[at as usize] = Mark::default();
+    }
+
+    /// What the scheduler knows of a node. It is in no order: it leaves before and enters after. O(1).
+    pub(super) fn hint(&mut self, at: u32, hint: Hint, now: u64) {
+        let mark = &mut self.marks[at as usize];
+        match hint {
+            Hint::Answered(tokens) => {
+                let answer = half_octave(tokens.into()) as u8;
+                mark.filed &= answer == mark.answer;
+                mark.answer = answer;
+            }
+            Hint::Expected => {
+                mark.expected = mark.expected.saturating_add(1);
+                mark.tick = now;
+            }
+            Hint::Finished => mark.finished = true,
+        }
+    }
+
+    // ---- the orders ----
+
+    /// Files a leaf in the order of a tier. A use that is new is scored, and followed if its turn comes. O(signals).
+    #[inline]
+    pub(super) fn enter(&mut self, tier: Tier, at: u32, leaf: &Leaf, now: u64) {
+        let mark = &mut self.marks[at as usize];
+        let expected = mark.expected > 0;
+        mark.tick = if expected { mark.tick.max(leaf.tick) } else { leaf.tick };
+        if !mark.filed {
+            self.file(at, leaf, now);
+        }
+        let mark = &mut self.marks[at as usize];
+        if leaf.kept {
+            (mark.list, mark.filed) = (KEPT, false);
+        } else if expected {
+            (mark.list, mark.filed) = (EXPECTED, false);
+        } else if mark.finished {
+            (mark.list, mark.filed) = (FINISHED, false);
+        }
+        mark.standing = true;
+        self.tiers[index(tier)].enter(&mut self.marks, at, now);
+    }
+
+    /// True if the node stands where a use at `tick` belongs.
+    #[inline]
+    pub(super) fn settled(&self, at: u32, tick: u64) -> bool {
+        let mark = &self.marks[at as usize];
+        mark.standing && mark.filed && mark.tick == tick
+    }
+
+    /// Takes a leaf out of the order of a tier, if it stands in it. O(1).
+    #[inline]
+    pub(super) fn leave(&mut self, tier: Tier, at: u32) {
+        if std::mem::replace(&mut self.marks[at as usize].standing, false) {
+            self.tiers[index(tier)].leave(&mut self.marks, at);
+        }
+    }
+
+    /// The next victim of a tier. O(1): at most 64 steps.
+    pub(super) fn first(&mut self, tier: Tier, now: u64) -> Option<u32> {
+        self.tiers[index(tier)].first(&mut self.marks, now, &self.gains, self.guard.learned())
+    }
+
+    /// Shows the leaves of a tier in the order in which they would go, until `show` says stop.
+    pub(super) fn ahead(&self, tier: Tier, show: impl FnMut(u32) -> bool) {
+        self.tiers[index(tier)].ahead(&self.marks, &self.gains, self.guard.learned(), show);
+    }
+
+    /// Leaves of a tier, each with whether it stands where its mark says: for `sanity`.
+    pub(super) fn members(&self, tier: Tier) -> Vec<(u32, bool)> {
+        let mut found = Vec::new();
+        self.tiers[index(tier)].for_each(&self.marks, |at, sound| found.push((at, sound)));
+        found
+    }
+
+    fn file(&mut self, at: u32, leaf: &Leaf, now: u64) {
+        let mark = &self.marks[at as usize];
+        let mut signals = Signals::new(leaf, mark);
+        if self.config.silenced != 0 {
+            (0..SIGNALS).filter(|s| self.config.silenced >> s & 1 == 1).for_each(|s| signals.silence(s));
+        }
+        let class = self.scorer.classify(&signals, leaf.pages);
+        let level = self.levels.iter().filter(|&&start| mark.base > start).count();
+        let sample = mark.sample;
+        let mark = &mut self.marks[at as usize];
+        (mark.list, mark.filed) = (class * LEVELS as u8 + level as u8, true);
+        if let Some(sample) = self.samples.get(sample) {
+            // More is known of the use than when it began.
+            if sample.octave == 0 {
+                (sample.class, sample.signals) = (class, signals);
+            }
+        } else {
+            self.uses += 1;
+            if self.samples.wants() {
+                let age = now.saturating_sub(leaf.tick);
+                mark.sample = self.samples.push(leaf.tick, age, leaf.pages, class, signals, self.ages);
+            }
+        }
+    }
+
+    // ---- lessons ----
+
+    /// `part` of a followed use is used again.
+    fn answer(&mut self, sample: u32, now: u64, part: f32) {
+        let Some(Sample { pages, tick, signals, class, octave, .. }) = self.samples.close(sample) else {
+            return;
+        };
+        let pages = ((pages as f32 * part) as u32).max(1);
+        let bin = self.ages.bin(now.saturating_sub(tick));
+        let times = f64::from(pages) * self.times();
+        let (by_gain, by_age) = self.hazards.would_hit(class, bin);
+        self.guard.tried(by_gain * times, by_age * times);
+        // Bins of its octave that it passed, and lessons that were due but not given yet.
+        for passed in first_bin(octave.into())..bin {
+            self.hazards.passed(class, passed, times);
+        }
+        self.hazards.used(class, bin, times);
+        self.scorer.learn(&signals, bin.div_ceil(2), pages, true);
+    }
+
+    fn teach(&mut self, now: u64) {
+        let times = self.times();
+        let Adaptive { samples, hazards, scorer, ages, .. } = self;
+        samples.cross(now, *ages, |s| {
+            let octave = usize::from(s.octave);
+            for bin in first_bin(octave)..first_bin(octave + 1).min(age::BINS) {
+                hazards.passed(s.class, bin, f64::from(s.pages) * times);
+            }
+            scorer.learn(&s.signals, octave, s.pages, false);
+        });
+    }
+
+    /// Uses that a sample stands for.
+    fn times(&self) -> f64 {
+        f64::from(1u32 << self.samples.stage())
+    }
+
+    fn rebuild(&mut self, now: u64) {
+        let rounds = (self.uses - self.rebuilt_uses).div_ceil(64);
+        let (mut fade, mut fade_scores) = (1.0, 1.0);
+        (0..rounds).for_each(|_| (fade, fade_scores) = (fade * FADE, fade_scores * FADE_SCORES));
+        self.rebuilt_uses = self.uses;
+        self.next_rebuild = self.uses + (self.uses / 32).clamp(REBUILD_MIN, REBUILD_MAX);
+        let volume = now - self.rebuilt_at;
+        self.rebuilt_at = now;
+        self.hazards.fade(fade, volume);
+        self.scorer.rebuild(fade as f32, fade_scores as f32);
+        self.hazards.rebuild(self.ages);
+        self.guard.decide(fade, volume);
+        self.weigh();
+    }
+
+    /// Gains times costs.
+    fn weigh(&mut self) {
+        const ROOT_2: f64 = std::f64::consts::SQRT_2;
+        for class in 0..CLASSES {
+            let mut cost = 1.0;
+            for level in 0..LEVELS {
+                for bin in 0..age::BINS {
+                    self.gains[class * LEVELS + level][bin] =
+                        (self.hazards.gain(class as u8, bin) * cost) as f32;
+                }
+                cost *= if self.config.cost_knee_pages == 0 { 1.0 } else { ROOT_2 };
+            }
+        }
+        let capacity = self.config.capacity_pages;
+        for bin in 0..age::BINS {
+            let waits = self.ages.edge(bin) <= capacity;
+            self.gains[usize::from(EXPECTED)][bin] = if waits { f32::MAX / 2.0 } else { 0.0 };
+            self.gains[usize::from(KEPT)][bin] = f32::MAX;
+            self.gains[usize::from(FINISHED)][bin] = -1.0;
+        }
+        self.tiers.iter_mut().for_each(Cells::all_dirty);
+    }
+
+    /// How it is going. O(ghosts + weights).
+    pub(super) fn stats(&self) -> AdaptiveStats {
         let fresh = |class| (self.hazards.gain(class, 0) * 1e6) as f32;
         AdaptiveStats {
-            uses: self.history.len(),
-            ghosts: self.history.ghosts(),
+            leaves: [self.tiers[0].len(), self.tiers[1].len()],
+            ghosts: self.ghosts.len(),
+            samples: self.samples.len(),
+            sample_stage: self.samples.stage(),
             learned: self.guard.learned(),
             switches: self.guard.switches,
             lead_pages: self.guard.lead_pages(),
             hit_pages: self.hit_pages,
-            lru_hit_pages: self.lru_hit_pages + self.shadow_pages,
+            lru_hit_pages: self.lru_hit_pages,
+            advantage: self.guard.advantage(),
             spreads: self.scorer.spreads(),
             gain_fresh: (fresh(0), fresh(CLASSES as u8 - 1)),
         }
     }
-
-    fn account(&mut self, answered: &Answered) {
-        let bin = self.ages.bin(self.now.saturating_sub(answered.at));
-        self.hazards.used(answered.class, bin, answered.pages);
-        let octave = if bin == 0 { 0 } else { (bin | 1).min(BINS - 1) };
-        self.scorer.learn(&answered.signals, octave, answered.pages, 1.0, true);
-        if answered.in_lru {
-            self.shadow_pages += u64::from(answered.pages);
-        }
-    }
-
-    fn cost(&self, depth_pages: u32) -> f64 {
-        match self.config.cost_knee_pages {
-            0 => 1.0,
-            knee => 1.0 + f64::from(depth_pages) / f64::from(knee),
-        }
-    }
-
-    fn rebuild(&mut self) {
-        self.hazards.fade(FADE);
-        self.scorer.fade(FADE);
-        self.hazards.rebuild(self.ages);
-        if self.scores.len() >= 64 {
-            self.quantiles = quantiles(self.scores.iter().copied().collect());
-        }
-    }
 }
 
-/// Whether a use that passed a bin unused is a lesson. The model looks at whole octaves, and at one in
-/// [`LESSON_EVERY`] of the many uses that pass one, with the weight of all. Answers are few: all of them count.
-fn teaches(number: u64, bin: usize) -> bool {
-    (bin % 2 == 1 || bin == 0) && (number + bin as u64 / 2).is_multiple_of(LESSON_EVERY as u64)
+fn index(tier: Tier) -> usize {
+    usize::from(tier != Tier::Device)
 }
 
-/// Scores that cut the pages into classes of equal size. By pages, not by nodes: a system prompt in every path would
-/// fill a third of the classes by itself.
-fn quantiles(mut scores: Vec<(f64, u32)>) -> [f64; CLASSES - 1] {
-    scores.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
-    let total: u64 = scores.iter().map(|s| u64::from(s.1)).sum();
-    let mut cuts = [f64::INFINITY; CLASSES - 1];
-    let (mut cut, mut pages) = (0, 0);
-    for (score, more) in scores {
-        pages += u64::from(more);
-        while cut < cuts.len() && pages * CLASSES as u64 >= total * (cut as u64 + 1) {
-            cuts[cut] = score;
-            cut += 1;
-        }
-    }
-    cuts
+/// First bin of an octave.
+fn first_bin(octave: usize) -> usize {
+    (2 * octave).saturating_sub(1)
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A cache of single-node prompts of 10 pages, driven through the interface.
-    struct Toy {
-        order: Adaptive,
-        marks: Vec<Option<Mark>>,
-        resident: Vec<bool>,
-        hits: u32,
+/// Name of a page, wherever it lies. O(tokens).
+pub(super) fn page_name(ns: u32, tokens: &[u32]) -> u64 {
+    const K: u64 = 0x9E37_79B9_7F4A_7C15;
+    #[inline]
+    fn fold(a: u64, b: u64) -> u64 {
+        let wide = u128::from(a) * u128::from(b);
+        wide as u64 ^ (wide >> 64) as u64
     }
-
-    impl Toy {
-        fn new(capacity_pages: u64, guard: bool) -> Toy {
-            let config = AdaptiveConfig { guard, ..AdaptiveConfig::new(capacity_pages, 64) };
-            Toy {
-                order: Adaptive::new(config),
-                marks: vec![None; 4_096],
-                resident: vec![false; 4_096],
-                hits: 0,
-            }
-        }
-
-        fn serve(&mut self, node: u32, answer_tokens: u32) {
-            let at = node as usize;
-            self.hits += u32::from(self.resident[at]);
-            let hit_pages = if self.resident[at] { 10 } else { 0 };
-            let mark = self.marks[at].or_else(|| self.order.revive(node.into()));
-            let turn = mark.map_or(0, |m| m.turn() + 1);
-            let new_pages = if mark.is_some() { 0 } else { 10 };
-            let request =
-                Request { prompt_pages: 10, new_pages, hit_pages, answer_tokens, turn, ..Request::default() };
-            self.order.request(request);
-            while self.order.next_due().is_some() {}
-            self.resident[at] = true;
-            self.marks[at] = Some(self.order.touch(node, mark, Place { pages: 10, ..Place::default() }));
-            while self.resident.iter().filter(|r| **r).count() as u64 * 10 > self.order.config.capacity_pages
-            {
-                self.evict(node);
-            }
-        }
-
-        fn evict(&mut self, except: u32) {
-            let keyed = |at: usize| self.marks[at].map(|m| self.order.key(&m, 0));
-            let residents = (0..self.marks.len()).filter(|&at| self.resident[at] && at as u32 != except);
-            let victim = residents.min_by_key(|&at| keyed(at)).unwrap();
-            self.resident[victim] = false;
-            self.order.evicted(self.marks[victim].take().unwrap(), victim as u64);
-        }
+    let mut a = u64::from(ns) ^ K;
+    let mut b = a.rotate_left(32);
+    let mut quads = tokens.chunks_exact(4);
+    for q in &mut quads {
+        a = fold(a ^ (u64::from(q[0]) | u64::from(q[1]) << 32), 0xA076_1D64_78BD_642F);
+        b = fold(b ^ (u64::from(q[2]) | u64::from(q[3]) << 32), 0xE703_7ED1_A0B4_28DB);
     }
-
-    #[test]
-    fn at_first_it_is_lru() {
-        let mut toy = Toy::new(100, true);
-        for node in 0..10 {
-            toy.serve(node, 1);
-        }
-        toy.serve(0, 1);
-        toy.serve(10, 1);
-        assert!(toy.resident[0] && !toy.resident[1], "node 1 was the oldest");
+    for &t in quads.remainder() {
+        a = fold(a ^ u64::from(t), 0x8EBC_6AF0_9C88_C6E3);
     }
+    fold(a ^ b.rotate_left(29), K)
+}
 
-    #[test]
-    fn it_learns_who_comes_back() {
-        // Short answers come back after 30 others, which is more than fit; long ones never do.
-        let mut toy = Toy::new(200, true);
-        for round in 0..3_000u32 {
-            toy.serve(2_000 + round % 2_000, 500);
-            if round >= 30 {
-                toy.serve((round - 30) % 2_000, 4);
-            }
-            toy.serve(round % 2_000, 4);
-        }
-        let stats = toy.order.stats();
-        assert!(stats.learned && stats.lead_pages > 0, "{stats:?}");
-        assert!(stats.hit_pages > 4 * stats.lru_hit_pages.max(1_000), "{stats:?}");
-    }
+/// Name of a page at a depth; never 0.
+fn place(name: u64, depth: u32) -> u64 {
+    (name ^ u64::from(depth).wrapping_mul(0x9E37_79B9_7F4A_7C15)).max(1)
+}
 
-    #[test]
-    fn the_shadow_is_lru() {
-        let (mut toy, mut lru, mut lru_hits) = (Toy::new(150, true), Vec::new(), 0);
-        let mut state = 7u64;
-        for _ in 0..5_000 {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            let node = (state >> 33) as u32 % 40;
-            let at = lru.iter().position(|&n| n == node);
-            if let Some(at) = at {
-                lru_hits += 10;
-                lru.remove(at);
-            }
-            lru.push(node);
-            if lru.len() > 15 {
-                lru.remove(0);
-            }
-            toy.serve(node, 1);
-        }
-        assert_eq!(toy.order.stats().lru_hit_pages, lru_hits);
-    }
-
-    #[test]
-    fn memory_is_bounded_and_ghosts_leave_with_their_use() {
-        let config = AdaptiveConfig { history_max: 100, ..AdaptiveConfig::new(1_000, 64) };
-        let mut order = Adaptive::new(config);
-        for node in 0..1_000 {
-            order.request(Request { prompt_pages: 1, new_pages: 1, ..Request::default() });
-            let mark = order.touch(node, None, Place { pages: 1, ..Place::default() });
-            order.evicted(mark, node.into());
-        }
-        let stats = order.stats();
-        assert_eq!((stats.uses, stats.ghosts), (100, 100));
-        assert!(order.revive(5).is_none() && order.revive(999).is_some());
-    }
-
-    #[test]
-    fn a_split_counts_the_upper_part_once() {
-        let mut order = Adaptive::new(AdaptiveConfig::new(1_000, 64));
-        let use_of = |order: &mut Adaptive| {
-            order.request(Request { prompt_pages: 10, ..Request::default() });
-        };
-        use_of(&mut order);
-        let lower = order.touch(1, None, Place { pages: 10, ..Place::default() });
-        use_of(&mut order);
-        let upper = order.split(&lower, 4);
-        let upper = order.touch(2, Some(upper), Place { pages: 4, ..Place::default() });
-        assert_eq!(order.stats().lru_hit_pages, 4);
-        assert_eq!(upper.uses, 2);
-        use_of(&mut order);
-        let _ = order.touch(1, Some(lower), Place { pages: 6, ..Place::default() });
-        assert_eq!(order.stats().lru_hit_pages, 10);
-    }
-
-    #[test]
-    fn strange_calls_do_no_harm() {
-        let mut order = Adaptive::new(AdaptiveConfig { history_max: 0, ..AdaptiveConfig::new(0, 64) });
-        let huge = Request {
-            prompt_pages: u32::MAX,
-            hit_pages: u32::MAX,
-            new_pages: u32::MAX,
-            ..Request::default()
-        };
-        let place = Place { pages: u32::MAX, depth_pages: u32::MAX, after_pages: u32::MAX, kids: u32::MAX };
-        let mut mark = Mark::default();
-        for _ in 0..300 {
-            order.request(huge);
-            mark = order.touch(0, Some(mark), place);
-            order.removed(Mark::default());
-            order.evicted(Mark::default(), 1);
-            let _ = order.split(&mark, u32::MAX);
-            assert!(order.key(&mark, u32::MAX).0 < 1 << 63);
-        }
-        order.removed(mark);
-        assert!(order.revive(77).is_none());
-    }
+/// The mean after one more gap.
+fn mean_gap(mean: u32, gaps: u8, gap: u64) -> u32 {
+    let gap = gap.min(u32::MAX.into()) as i64;
+    let mean = i64::from(mean);
+    (mean + (gap - mean) / i64::from(gaps.max(1))) as u32
 }

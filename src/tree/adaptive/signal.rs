@@ -1,36 +1,25 @@
-//! What is known of a use when it happens, in buckets.
+//! What is known of a use, in buckets.
 
-use super::Mark;
 use super::age::half_octave;
+use super::mark::Mark;
 
-/// What the scheduler knows of a request once it is answered.
+/// What the tree knows of a leaf when it enters an order. Pages count from the root.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Request {
-    /// Whole pages of the prompt.
-    pub prompt_pages: u32,
-    /// Of those, pages that nobody had asked for before (as far as the tree and its ghosts remember).
-    pub new_pages: u32,
-    /// Of those, pages that were found in the cache.
-    pub hit_pages: u32,
-    /// Tokens of the answer; 0 while it is unknown.
-    pub answer_tokens: u32,
-    /// Requests before this one in its conversation: one more than the turn of the deepest known node of its path.
-    pub turn: u32,
-    /// Any number that prompts of one kind share and others do not, such as the tag of the first page. 0: none.
-    pub family: u32,
-}
-
-/// Where in the request's path a node lies.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Place {
-    /// Pages of the node.
-    pub pages: u32,
+pub(in crate::tree) struct Leaf {
+    /// Time of the last use.
+    pub(in crate::tree) tick: u64,
     /// Pages from the root to its start.
-    pub depth_pages: u32,
-    /// Pages from its end to the end of the prompt.
-    pub after_pages: u32,
-    /// Ways in which requests have gone on from its end, as far as known.
-    pub kids: u32,
+    pub(in crate::tree) depth: u32,
+    /// Pages of the node.
+    pub(in crate::tree) pages: u32,
+    /// Deepest end of a request through it.
+    pub(in crate::tree) reach: u32,
+    /// Children, on lower tiers.
+    pub(in crate::tree) kids: u32,
+    /// Highest priority of a request through it.
+    pub(in crate::tree) priority: i32,
+    /// A session will come back for it.
+    pub(in crate::tree) kept: bool,
 }
 
 /// Number of signals.
@@ -44,30 +33,32 @@ pub(super) const WEIGHTS: usize = (SIGNALS - 1) * BUCKETS + FAMILIES;
 
 /// Names of the signals, in order, for `stats`.
 pub const SIGNAL_NAMES: [&str; SIGNALS] =
-    ["turn", "prompt", "new", "answer", "uses", "kids", "gap", "mean_gap", "after", "depth", "family"];
+    ["turn", "prompt", "new", "answer", "uses", "kids", "mean_gap", "after", "depth", "priority", "family"];
 
 /// One weight per signal.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) struct Signals(pub(super) [u16; SIGNALS]);
 
 impl Signals {
-    /// `mark` is the node's own past, before this use. O(1).
-    pub(super) fn new(request: &Request, place: &Place, mark: Option<&Mark>) -> Signals {
-        let (uses, gap, mean_gap) = mark.map_or((0, 0, 0), |m| (u64::from(m.uses), m.gap, m.mean_gap()));
-        // Gaps in 1/4 octaves would be too sparse and pages too small: buckets of an octave of 16 pages.
-        let coarse = |gap: u64| half_octave(gap >> 4) / 2 + u16::from(gap > 0);
+    /// O(1).
+    #[inline]
+    pub(super) fn new(leaf: &Leaf, mark: &Mark) -> Signals {
+        let end = leaf.depth.saturating_add(leaf.pages);
+        let prompt = leaf.reach.max(end);
+        // Gaps in half octaves of pages would be too sparse: octaves of 16 pages.
+        let gap = half_octave(u64::from(mark.mean_gap) >> 4) / 2 + u16::from(mark.mean_gap > 0);
         let buckets = [
-            request.turn.min(15) as u16,
-            half_octave(request.prompt_pages.into()),
-            half_octave(request.new_pages.into()),
-            half_octave(request.answer_tokens.into()),
-            half_octave(uses),
-            place.kids.min(7) as u16,
-            coarse(gap),
-            coarse(mean_gap),
-            half_octave(place.after_pages.into()),
-            half_octave(place.depth_pages.into()),
-            family(request.family),
+            u16::from(mark.turn.min(15)),
+            half_octave(prompt.into()),
+            half_octave(mark.new_pages.into()),
+            u16::from(mark.answer),
+            half_octave(mark.uses.into()),
+            leaf.kids.min(7) as u16,
+            gap,
+            half_octave((prompt - end).into()),
+            half_octave(mark.base.into()),
+            (leaf.priority.clamp(-2, 2) + 2) as u16,
+            u16::from(mark.family),
         ];
         Signals(std::array::from_fn(|signal| Self::range(signal).start as u16 + buckets[signal]))
     }
@@ -84,31 +75,32 @@ impl Signals {
     }
 }
 
-/// Fibonacci hashing to 1..=255; 0 stays 0.
-fn family(of: u32) -> u16 {
-    if of == 0 { 0 } else { 1 + ((of.wrapping_mul(0x9E37_79B9) >> 16) % (FAMILIES as u32 - 1)) as u16 }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn every_bucket_has_its_weight() {
-        let most = Request {
-            prompt_pages: u32::MAX,
-            new_pages: u32::MAX,
-            hit_pages: u32::MAX,
-            answer_tokens: u32::MAX,
-            turn: u32::MAX,
-            family: u32::MAX,
+        let most = Leaf {
+            tick: u64::MAX,
+            depth: u32::MAX,
+            pages: u32::MAX,
+            reach: u32::MAX,
+            kids: u32::MAX,
+            priority: i32::MAX,
+            kept: true,
         };
-        let place = Place { pages: 1, depth_pages: u32::MAX, after_pages: u32::MAX, kids: u32::MAX };
-        let mark = Mark { uses: u32::MAX, gap: u64::MAX, born: 0, last: u64::MAX, ..Mark::default() };
-        for signals in [
-            Signals::new(&most, &place, Some(&mark)),
-            Signals::new(&Request::default(), &Place::default(), None),
-        ] {
+        let mark = Mark {
+            mean_gap: u32::MAX,
+            new_pages: u16::MAX,
+            uses: u8::MAX,
+            turn: u8::MAX,
+            family: u8::MAX,
+            answer: 63,
+            ..Mark::default()
+        };
+        let least = Leaf { priority: i32::MIN, ..Leaf::default() };
+        for signals in [Signals::new(&most, &mark), Signals::new(&least, &Mark::default())] {
             for (signal, &at) in signals.0.iter().enumerate() {
                 assert!(Signals::range(signal).contains(&(at as usize)), "signal {signal}: {at}");
                 assert!((at as usize) < WEIGHTS);
@@ -119,7 +111,7 @@ mod tests {
     #[test]
     fn a_silent_signal_tells_nothing() {
         let of = |turn| {
-            let mut s = Signals::new(&Request { turn, ..Request::default() }, &Place::default(), None);
+            let mut s = Signals::new(&Leaf::default(), &Mark { turn, ..Mark::default() });
             s.silence(0);
             s
         };

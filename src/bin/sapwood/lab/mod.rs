@@ -3,6 +3,7 @@
 
 mod chart;
 mod generate;
+mod live;
 mod optimum;
 mod policies;
 mod report;
@@ -169,21 +170,42 @@ fn one(args: &Args, work: &Work, seed: u64, table: &mut Table) {
         let best = optimum::run(work, pages, knee);
         table.add(Row::new(work, seed, tokens, "optimum".to_owned(), &best, &args.model), None);
         for &kind in &args.policies {
-            let mut policy = policies::make(kind, work, pages, knee as u32);
-            let outcome = sim::run(work, pages, knee, &mut *policy);
-            let say = if args.say { policy.say() } else { None };
+            let (outcome, say) = run_one(kind, work, pages, knee);
+            let say = say.filter(|_| args.say);
             table.add(Row::new(work, seed, tokens, kind.to_string(), &outcome, &args.model), say);
         }
     }
     if let [Tokens(device), Tokens(host)] = args.two_tier[..] {
         let pages = |tokens| tokens / u64::from(work.page_tokens);
         for &kind in &args.policies {
-            let both = pages(device) + pages(host);
-            let mut policy = policies::make(kind, work, both, knee as u32);
-            let inclusive = tiers::inclusive(work, kind, pages(device), pages(host), knee);
-            let exclusive = tiers::exclusive(work, &mut *policy, pages(device), pages(host));
-            report::print_tiers(work, &kind.to_string(), "inclusive", inclusive, &args.model);
-            report::print_tiers(work, &kind.to_string(), "exclusive", exclusive, &args.model);
+            let [d, h] = [pages(device), pages(host)].map(|pages| run_one(kind, work, pages, knee).0);
+            report::print_tiers(work, &kind.to_string(), "inclusive", tiers::inclusive(&d, &h), &args.model);
+            // The tree with two tiers is run by `sapwood replay`.
+            if policies::live(kind, work, 1, 1).is_none() {
+                let exclusive =
+                    tiers::exclusive(work, &mut *policies::make(kind, work), pages(device), pages(host));
+                report::print_tiers(work, &kind.to_string(), "exclusive", exclusive, &args.model);
+            }
+        }
+    }
+}
+
+/// One policy with so many pages, in the tree or in the simulation, and what it says about itself.
+fn run_one(kind: policies::Kind, work: &Work, pages: u64, knee: f64) -> (sim::Outcome, Option<String>) {
+    match policies::live(kind, work, pages, knee as u32) {
+        Some((order, ahead)) => {
+            let start = std::time::Instant::now();
+            let (outcome, stats) = live::run(work, pages, knee, order, ahead);
+            let us = start.elapsed().as_secs_f64() * 1e6 / work.jobs.len() as f64;
+            (
+                outcome,
+                Some(format!("{us:.2} us a request, {}", stats.map_or_else(String::new, |s| live::say(&s)))),
+            )
+        }
+        None => {
+            let mut policy = policies::make(kind, work);
+            let outcome = sim::run(work, pages, knee, &mut *policy);
+            (outcome, policy.say())
         }
     }
 }

@@ -1,7 +1,8 @@
 //! The policies that are compared, each as an order of leaves.
 
 use sapwood::base::heap::HeapKey;
-use sapwood::tree::adaptive::{Adaptive, AdaptiveConfig, Mark, Place, Request, SIGNAL_NAMES};
+use sapwood::tree::Policy as Order;
+use sapwood::tree::adaptive::{AdaptiveConfig, SIGNAL_NAMES};
 
 use super::optimum;
 use super::sim::{Now, Policy};
@@ -12,6 +13,8 @@ use super::work::{Step, Work};
 pub(crate) enum Kind {
     /// Least recently used: SGLang, vLLM, KVBM.
     Lru,
+    /// The same in the tree itself, where whole nodes count as used.
+    TreeLru,
     /// In order of arrival on the tier.
     Fifo,
     /// Fewest uses while resident, then LRU.
@@ -46,7 +49,7 @@ pub(crate) struct Options {
 /// Why a name is no policy.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "no policy {0:?}; there are lru, fifo, lfu, lfu-aged, slru, lru2, adaptive, adaptive-unguarded, adaptive-flat, \
+    "no policy {0:?}; there are lru, tree-lru, fifo, lfu, lfu-aged, slru, lru2, adaptive, adaptive-unguarded, adaptive-flat, \
      adaptive-without-SIGNAL ({signals}), whether, queue-N and adaptive-queue-N", signals = SIGNAL_NAMES.join(", ")
 )]
 pub(crate) struct UnknownPolicy(String);
@@ -59,6 +62,7 @@ impl std::str::FromStr for Kind {
         let length = |n: &str| n.parse().ok().filter(|&n| n <= 65_536).ok_or_else(unknown);
         Ok(match name {
             "lru" => Kind::Lru,
+            "tree-lru" => Kind::TreeLru,
             "fifo" => Kind::Fifo,
             "lfu" => Kind::Lfu,
             "lfu-aged" => Kind::LfuAged,
@@ -86,6 +90,7 @@ impl std::fmt::Display for Kind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Kind::Lru => f.write_str("lru"),
+            Kind::TreeLru => f.write_str("tree-lru"),
             Kind::Fifo => f.write_str("fifo"),
             Kind::Lfu => f.write_str("lfu"),
             Kind::LfuAged => f.write_str("lfu-aged"),
@@ -111,8 +116,26 @@ impl std::fmt::Display for Kind {
     }
 }
 
+/// The order and the length of the queue of a policy that runs in the tree itself; `None` for those of the simulation.
+pub(crate) fn live(kind: Kind, work: &Work, capacity: u64, knee_pages: u32) -> Option<(Order, usize)> {
+    let adaptive = |options: Options| {
+        Order::Adaptive(AdaptiveConfig {
+            guard: !options.unguarded,
+            cost_knee_pages: if options.flat { 0 } else { knee_pages },
+            silenced: options.silenced,
+            ..AdaptiveConfig::new(capacity, work.page_tokens)
+        })
+    };
+    match kind {
+        Kind::TreeLru => Some((Order::Lru, 0)),
+        Kind::Adaptive(options) => Some((adaptive(options), 0)),
+        Kind::AdaptiveQueue(length) => Some((adaptive(Options::default()), length as usize)),
+        _ => None,
+    }
+}
+
 /// Makes a policy for a tier (or tiers) of `capacity` pages.
-pub(crate) fn make(kind: Kind, work: &Work, capacity: u64, knee_pages: u32) -> Box<dyn Policy> {
+pub(crate) fn make(kind: Kind, work: &Work) -> Box<dyn Policy> {
     let simple = |rule| Box::new(Simple::new(work, rule));
     match kind {
         Kind::Lru => simple(Rule::Lru),
@@ -121,13 +144,10 @@ pub(crate) fn make(kind: Kind, work: &Work, capacity: u64, knee_pages: u32) -> B
         Kind::LfuAged => simple(Rule::Lfu { aged: true }),
         Kind::Slru => simple(Rule::Slru),
         Kind::Lru2 => simple(Rule::Lru2),
-        Kind::Adaptive(options) => Box::new(Learned::new(work, options, capacity, knee_pages)),
         Kind::Whether => Box::new(Whether { order: Simple::new(work, Rule::Lru), again: again(work) }),
         Kind::Queue(length) => Box::new(Queue::new(work, simple(Rule::Lru), length)),
-        Kind::AdaptiveQueue(length) => {
-            let inner = Box::new(Learned::new(work, Options::default(), capacity, knee_pages));
-            Box::new(Queue::new(work, inner, length))
-        }
+        // These run in the tree: see `live`.
+        Kind::TreeLru | Kind::Adaptive(_) | Kind::AdaptiveQueue(_) => simple(Rule::Lru),
     }
 }
 
@@ -193,90 +213,6 @@ impl Policy for Simple {
         self.floor = past.uses;
         // LRU-2 keeps its history over an eviction; the others start anew, as the trees that have them do.
         *past = Past { last: past.last, before: past.before, ..Past::default() };
-    }
-}
-
-/// The crate's order, driven as a tree would drive it.
-struct Learned {
-    order: Adaptive,
-    marks: Vec<Option<Mark>>,
-}
-
-impl Learned {
-    fn new(work: &Work, options: Options, capacity: u64, knee_pages: u32) -> Learned {
-        let config = AdaptiveConfig {
-            guard: !options.unguarded,
-            cost_knee_pages: if options.flat { 0 } else { knee_pages },
-            silenced: options.silenced,
-            ..AdaptiveConfig::new(capacity, work.page_tokens)
-        };
-        Learned { order: Adaptive::new(config), marks: vec![None; work.nodes.len()] }
-    }
-}
-
-impl Policy for Learned {
-    fn request(&mut self, now: &Now<'_>, due: &mut Vec<u32>) {
-        let (mut known, mut turn) = (0, 0);
-        for step in now.path {
-            let mark = &mut self.marks[step.node as usize];
-            if mark.is_none() {
-                *mark = self.order.revive(u64::from(step.node));
-            }
-            let Some(mark) = mark else { break };
-            known += step.pages;
-            turn = mark.turn() + 1;
-        }
-        self.order.request(Request {
-            prompt_pages: now.job.pages,
-            new_pages: now.job.pages - known,
-            hit_pages: now.hit_pages,
-            answer_tokens: now.job.output_tokens,
-            turn,
-            family: now.path.first().map_or(0, |s| s.node),
-        });
-        while let Some(node) = self.order.next_due() {
-            due.push(node);
-        }
-    }
-
-    fn touch(&mut self, now: &Now<'_>, step: &Step) {
-        let pages = now.work.nodes[step.node as usize].pages;
-        let place = Place {
-            pages,
-            depth_pages: step.from,
-            after_pages: now.job.pages.saturating_sub(step.to),
-            kids: step.kids,
-        };
-        let mark = self.marks[step.node as usize].or_else(|| self.order.revive(u64::from(step.node)));
-        self.marks[step.node as usize] = Some(self.order.touch(step.node, mark, place));
-    }
-
-    fn key(&self, work: &Work, node: u32) -> HeapKey {
-        let depth = work.nodes[node as usize].depth;
-        self.marks[node as usize].map_or((0, 0), |m| self.order.key(&m, depth))
-    }
-
-    fn evicted(&mut self, node: u32) {
-        if let Some(mark) = self.marks[node as usize].take() {
-            self.order.evicted(mark, u64::from(node));
-        }
-    }
-
-    fn say(&self) -> Option<String> {
-        let s = self.order.stats();
-        let told = SIGNAL_NAMES.iter().zip(s.spreads).map(|(name, spread)| format!("{name} {spread:.1}"));
-        Some(format!(
-            "uses {}, ghosts {}, {} after {} switches, hits {} against {} of LRU, fresh gain {:.1} to {:.1}, spread: {}",
-            s.uses,
-            s.ghosts,
-            if s.learned { "learned" } else { "lru" },
-            s.switches,
-            s.hit_pages,
-            s.lru_hit_pages,
-            s.gain_fresh.0,
-            s.gain_fresh.1,
-            told.collect::<Vec<_>>().join(", ")
-        ))
     }
 }
 

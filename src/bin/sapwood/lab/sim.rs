@@ -2,17 +2,14 @@
 
 use sapwood::base::heap::{HeapKey, IndexHeap};
 
-use super::work::{Job, Step, Work};
+use super::work::{Step, Work};
 
 /// What a policy sees of the request being served.
 pub(crate) struct Now<'a> {
     pub(crate) work: &'a Work,
-    pub(crate) job: &'a Job,
     /// Number of the request.
     pub(crate) number: usize,
     pub(crate) path: &'a [Step],
-    /// Pages found in the cache.
-    pub(crate) hit_pages: u32,
 }
 
 /// Decides who goes first. The simulation keeps the heap of leaves.
@@ -169,7 +166,7 @@ pub(crate) fn run(work: &Work, capacity: u64, knee: f64, policy: &mut dyn Policy
         let (hit, missing) = residents.find(path);
         outcome.hits[number] = hit;
         outcome.saved += cost(hit, knee);
-        let now = Now { work, job, number, path, hit_pages: hit };
+        let now = Now { work, number, path };
         policy.request(&now, &mut due);
         residents.pin(path);
         residents.rekey(work, &mut due, policy);
@@ -196,8 +193,9 @@ mod tests {
     use crate::lab::optimum;
     use crate::lab::policies::{self, Kind as Order};
 
-    const ORDERS: [&str; 10] = [
+    const ORDERS: [&str; 11] = [
         "lru",
+        "tree-lru",
         "fifo",
         "lfu",
         "lfu-aged",
@@ -211,7 +209,7 @@ mod tests {
 
     fn hits(work: &Work, order: &str, capacity: u64) -> u64 {
         let order: Order = order.parse().unwrap();
-        run(work, capacity, 512.0, &mut *policies::make(order, work, capacity, 512)).pages()
+        crate::lab::run_one(order, work, capacity, 512.0).0.pages()
     }
 
     #[test]
@@ -247,7 +245,7 @@ mod tests {
             builder.push(at as u64, 256, 1, &[Span { id, pages: 4 }]);
         }
         let work = builder.build("by hand", 64);
-        let outcome = run(&work, 10, 512.0, &mut *policies::make(Order::Lru, &work, 10, 0));
+        let outcome = run(&work, 10, 512.0, &mut *policies::make(Order::Lru, &work));
         assert_eq!(outcome.hits, [0, 0, 0, 2, 2]);
     }
 
@@ -273,8 +271,7 @@ mod tests {
     #[test]
     fn the_same_input_gives_the_same_decisions() {
         let work = generate(Kind::Mixed, 9, 3_000, 64);
-        let once =
-            || run(&work, 8_000, 512.0, &mut *policies::make("adaptive".parse().unwrap(), &work, 8_000, 0));
+        let once = || crate::lab::run_one("adaptive".parse().unwrap(), &work, 8_000, 512.0).0;
         assert_eq!(once().hits, once().hits);
     }
 

@@ -6,7 +6,6 @@
 
 use sapwood::base::heap::IndexHeap;
 
-use super::policies::{self, Kind};
 use super::sim::{self, Now, Policy, Residents};
 use super::work::{Step, Work};
 
@@ -25,11 +24,8 @@ impl Outcome {
     }
 }
 
-/// Both tiers on their own, each with its own instance of the policy.
-pub(crate) fn inclusive(work: &Work, kind: Kind, device_pages: u64, host_pages: u64, knee: f64) -> Outcome {
-    let run =
-        |capacity| sim::run(work, capacity, knee, &mut *policies::make(kind, work, capacity, knee as u32));
-    let (device, host) = (run(device_pages), run(host_pages));
+/// Both tiers on their own: what one policy hits with the memory of the device, and with that of the host.
+pub(crate) fn inclusive(device: &sim::Outcome, host: &sim::Outcome) -> Outcome {
     let mut outcome = Outcome::default();
     for (&d, &h) in device.hits.iter().zip(&host.hits) {
         outcome.device += u64::from(d);
@@ -82,7 +78,7 @@ impl Tiers<'_> {
         let (found, _) = self.all.find(path);
         self.outcome.device += u64::from(on_device);
         self.outcome.loaded += u64::from(found - on_device);
-        let now = Now { work: self.work, job: &self.work.jobs[number], number, path, hit_pages: found };
+        let now = Now { work: self.work, number, path };
         policy.request(&now, due);
         self.device.pin(path);
         path.iter().for_each(|s| _ = self.host.remove(s.node));
@@ -142,14 +138,13 @@ impl Tiers<'_> {
 mod tests {
     use super::*;
     use crate::lab::generate::{self, generate};
+    use crate::lab::policies::{self, Kind};
 
     #[test]
     fn exclusive_lru_is_lru_of_the_sum() {
         let work = generate(generate::Kind::Chats, 3, 2_000, 64);
-        let lru = |capacity| {
-            sim::run(&work, capacity, 1e9, &mut *policies::make(Kind::Lru, &work, capacity, 0)).pages()
-        };
-        let mut policy = policies::make(Kind::Lru, &work, 12_000, 0);
+        let lru = |capacity| sim::run(&work, capacity, 1e9, &mut *policies::make(Kind::Lru, &work)).pages();
+        let mut policy = policies::make(Kind::Lru, &work);
         let two = exclusive(&work, &mut *policy, 4_000, 8_000);
         let (device, sum) = (lru(4_000), lru(12_000));
         assert_eq!(two.device, device, "the device of two tiers is that of one");
@@ -160,8 +155,8 @@ mod tests {
     #[test]
     fn inclusive_lru_is_lru_of_the_host() {
         let work = generate(generate::Kind::Agents, 3, 2_000, 64);
-        let two = inclusive(&work, Kind::Lru, 4_000, 12_000, 1e9);
-        let host = sim::run(&work, 12_000, 1e9, &mut *policies::make(Kind::Lru, &work, 12_000, 0)).pages();
-        assert_eq!(two.total(), host);
+        let run = |pages| sim::run(&work, pages, 1e9, &mut *policies::make(Kind::Lru, &work));
+        let (device, host) = (run(4_000), run(12_000));
+        assert_eq!(inclusive(&device, &host).total(), host.pages());
     }
 }

@@ -54,6 +54,9 @@ pub(crate) struct Args {
     /// When KV is copied from the device to the host
     #[arg(long, value_enum, default_value = "write-through")]
     pub(crate) write_policy: Policy,
+    /// Who leaves the device and the host first
+    #[arg(long, value_enum, default_value = "lru")]
+    pub(crate) policy: Order,
     /// Ranks of a tensor-parallel group, driven together: each has a device, a host tier and a store of its own, they are
     /// not equally fast, and all must decide alike
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = ranks)]
@@ -157,6 +160,13 @@ pub(crate) enum Policy {
     WriteThroughSelective,
     WriteBack,
     None,
+}
+
+/// `--policy`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum Order {
+    Lru,
+    Adaptive,
 }
 
 /// `--prefetch`.
@@ -334,6 +344,7 @@ mod tests {
             "--abort-rate -0.1",
             "--write-policy sometimes",
             "--prefetch never",
+            "--policy fifo",
             "--store-bytes 0",
             "--store mooncake://nowhere",
             "--store redis://nowhere",

@@ -14,9 +14,9 @@ use sapwood::base::{PageId, Tier};
 use sapwood::engine::{CostModel, Delivery, DraftPlan, ModelIdentity, PrefixCache, group};
 use sapwood::key::Namespace;
 use sapwood::pool::{Capacities, Capacity, Geometry, GeometryError, Plane, PlaneKind, PoolKind};
-use sapwood::tiers::{PrefetchConfig, PrefetchPolicy, WritePolicy};
+use sapwood::tiers::{Eviction, PrefetchConfig, PrefetchPolicy, WritePolicy};
 
-use super::args::{Args, DevicePages, Draft, Policy, Prefetch, StoreChoice};
+use super::args::{self, Args, DevicePages, Draft, Policy, Prefetch, StoreChoice};
 use super::calls::{Calls, PoisonTime};
 use super::complain;
 use super::error::InputError;
@@ -114,6 +114,7 @@ pub(crate) fn machine(args: &Args, jobs: &[Job]) -> Result<Machine, InputError> 
             .write_policy(write_policy(args))
             .exclusive(args.exclusive)
             .write_ahead_percent(args.write_ahead_percent)
+            .eviction(eviction(args))
             .prefetch(PrefetchConfig { policy: prefetch_policy(args), ..PrefetchConfig::default() })
             .delivery(Delivery::Modelled(cost_model(args, rank)));
         if !args.no_poison {
@@ -205,6 +206,13 @@ fn device_pages(args: &Args, jobs: &[Job]) -> u32 {
             let pages: u64 = jobs.iter().map(need).sum();
             u32::try_from(pages).unwrap_or(u32::MAX).min(sapwood::base::limits::POOL_PAGES_MAX)
         }
+    }
+}
+
+fn eviction(args: &Args) -> Eviction {
+    match args.policy {
+        args::Order::Lru => Eviction::Lru,
+        args::Order::Adaptive => Eviction::Adaptive,
     }
 }
 

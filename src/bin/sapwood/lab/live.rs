@@ -1,0 +1,137 @@
+//! The tree itself, run on a workload: one page is one token, so a request costs about a microsecond and no byte is moved,
+//! while nodes, splits, merges, locks and orders are those of service.
+
+use sapwood::base::{NamespaceId, PageId};
+use sapwood::key::{Key, KeyView};
+use sapwood::pool::PagePool;
+use sapwood::tree::adaptive::{AdaptiveStats, Hint, SIGNAL_NAMES};
+use sapwood::tree::{DeviceEviction, InsertOpts, InsertOut, Policy, Tree, TreeConfig, Unbacked};
+
+use super::sim::{Outcome, cost};
+use super::work::{Job, Work};
+
+/// The pages of each node as tokens.
+pub(crate) struct Text {
+    /// First token by node.
+    first: Vec<u32>,
+}
+
+impl Text {
+    pub(crate) fn new(work: &Work) -> Text {
+        let mut next = 1;
+        let mut take = |pages: u32| {
+            let first = next;
+            next += pages;
+            first
+        };
+        Text { first: work.nodes.iter().map(|node| take(node.pages)).collect() }
+    }
+
+    /// The prompt of a request.
+    pub(crate) fn write(&self, work: &Work, job: &Job, out: &mut Vec<u32>) {
+        out.clear();
+        for step in work.path(job) {
+            let first = self.first[step.node as usize];
+            out.extend(first..first + step.pages);
+        }
+    }
+}
+
+pub(crate) fn key(tokens: &[u32]) -> Key<'_> {
+    Key { ns: NamespaceId::DEFAULT, tokens, view: KeyView::Plain }
+}
+
+/// One tier and a tree.
+struct Cache {
+    tree: Tree,
+    pool: PagePool,
+    pages: Vec<PageId>,
+    out: InsertOut,
+    gone: DeviceEviction,
+}
+
+impl Cache {
+    /// Serves a request; pages hit.
+    fn serve(&mut self, tokens: &[u32], output_tokens: u32) -> u32 {
+        self.pages.clear();
+        let (found, lock, _) = self.tree.match_and_lock(key(tokens), &mut self.pages);
+        let need = tokens.len() as u32 - found.device_pages;
+        let short = need.saturating_sub(self.pool.free_pages());
+        if short > 0 {
+            self.gone.clear();
+            self.tree.evict_device(short, Unbacked::Delete, &mut self.gone);
+            self.pool.free(&self.gone.freed_device).expect("the tree owned them");
+        }
+        assert!(self.pool.alloc(need, &mut self.pages), "pages in the tree + free = capacity");
+        let opts = InsertOpts { priority: 0, count_hits_from: Some(found.device_pages) };
+        let inserted = self
+            .tree
+            .insert(key(tokens), &self.pages, found.device_pages, opts, &mut self.out)
+            .expect("the look-up was of this tree");
+        if output_tokens > 0 {
+            self.tree.hint(inserted.node, Hint::Answered(output_tokens)).expect("just made");
+        }
+        self.tree.unlock(lock).expect("the lock is of this tree");
+        found.device_pages
+    }
+}
+
+/// Serves the whole workload with `capacity` pages. `ahead`: how many requests wait behind the one that is served, and
+/// are told to the order.
+pub(crate) fn run(
+    work: &Work,
+    capacity: u64,
+    knee: f64,
+    policy: Policy,
+    ahead: usize,
+) -> (Outcome, Option<AdaptiveStats>) {
+    let config = TreeConfig { page_size: 1, policy, ..TreeConfig::default() };
+    let mut cache = Cache {
+        tree: Tree::new(config).expect("a page of one token is allowed"),
+        pool: PagePool::new(capacity as u32),
+        pages: Vec::new(),
+        out: InsertOut::default(),
+        gone: DeviceEviction::default(),
+    };
+    let text = Text::new(work);
+    let mut outcome = Outcome { hits: vec![0; work.jobs.len()], saved: 0.0 };
+    let (mut tokens, mut told) = (Vec::new(), 0);
+    for (number, job) in work.jobs.iter().enumerate() {
+        while ahead > 0 && told < work.jobs.len().min(number + 1 + ahead) {
+            text.write(work, &work.jobs[told], &mut tokens);
+            let node = cache.tree.peek(key(&tokens)).node;
+            // The root needs no hint.
+            let _ = cache.tree.hint(node, Hint::Expected);
+            told += 1;
+        }
+        if u64::from(job.pages) >= capacity || job.pages == 0 {
+            continue;
+        }
+        text.write(work, job, &mut tokens);
+        let hit = cache.serve(&tokens, job.output_tokens);
+        outcome.hits[number] = hit;
+        outcome.saved += cost(hit, knee);
+    }
+    (outcome, cache.tree.adaptive_stats())
+}
+
+/// What the order learned, in a line.
+pub(crate) fn say(s: &AdaptiveStats) -> String {
+    let told = SIGNAL_NAMES.iter().zip(s.spreads).map(|(name, spread)| format!("{name} {spread:.1}"));
+    format!(
+        "{} leaves, {} ghosts, {} samples (1 in {}), {} after {} switches, hits {} against {} of LRU, advantage {:.2}, \
+         fresh gain {:.1} to {:.1}, spread: {}",
+        s.leaves[0],
+        s.ghosts,
+        s.samples,
+        1 << s.sample_stage,
+        if s.learned { "learned" } else { "lru" },
+        s.switches,
+        s.hit_pages,
+        s.lru_hit_pages,
+        s.advantage,
+        s.gain_fresh.0,
+        s.gain_fresh.1,
+        told.collect::<Vec<_>>().join(", ")
+    )
+}

@@ -1,0 +1,477 @@
+//! The order of one tier: leaves by kind and age, without a key per leaf.
+//!
+//! A **list** is what leaves of one kind stand in (class of score and level of cost), an **interval** is a stretch of time
+//! of last use, and a **cell** is both: a queue, oldest first. All leaves of a cell are worth the same, so the victim is
+//! the oldest leaf of the cell that is worth least, and age changes the worth of a cell, not of its leaves: nobody is
+//! re-keyed when time passes. Intervals grow with age: neighbours are merged, each cell by joining two queues at their
+//! ends, when together they are short beside their age.
+//!
+//! Entering and leaving is O(1); finding a victim O(intervals), at most 64.
+
+use std::collections::VecDeque;
+
+use super::age::{Ages, BINS};
+use super::mark::{Mark, NIL};
+
+/// Levels of cost.
+pub(super) const LEVELS: usize = 7;
+/// Lists of classes and levels.
+pub(super) const LISTS: usize = super::hazard::CLASSES * LEVELS;
+/// The list of leaves that are expected back: they go last, unless that is long ago.
+pub(super) const EXPECTED: u8 = LISTS as u8;
+/// The list of leaves that are finished: they go first.
+pub(super) const FINISHED: u8 = LISTS as u8 + 1;
+/// The list of leaves that a session will come back for: they go after all others.
+pub(super) const KEPT: u8 = LISTS as u8 + 2;
+pub(super) const LISTS_ALL: usize = LISTS + 3;
+const _: () = assert!(LISTS_ALL <= 64, "a word has a bit for every list");
+/// Intervals at a time.
+const SLOTS: usize = 64;
+/// Neighbours are merged when they span less than 1/3 of their age: finer than the bins of the hazards.
+const MERGE_BELOW: u64 = 3;
+/// Steps that a leaf of an earlier use looks for its place among the oldest of its cell.
+const STEPS_MAX: usize = 16;
+
+/// Worth by list and bin of age.
+pub(super) type Gains = [[f32; BINS]; LISTS_ALL];
+
+#[derive(Clone, Copy, Debug)]
+struct Interval {
+    start: u64,
+    slot: u8,
+    bin: u8,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Queue {
+    oldest: u32,
+    newest: u32,
+}
+
+const EMPTY: Queue = Queue { oldest: NIL, newest: NIL };
+
+#[derive(Clone, Debug)]
+pub(super) struct Cells {
+    ages: Ages,
+    /// Oldest first.
+    intervals: VecDeque<Interval>,
+    free: u64,
+    /// By slot and list.
+    queues: Vec<[Queue; LISTS_ALL]>,
+    /// By slot: lists that are not empty.
+    full: [u64; SLOTS],
+    /// Slots whose `best` is out of date.
+    dirty: u64,
+    /// By slot: the list that is worth least, and its worth.
+    best: [(f32, u8); SLOTS],
+    /// When intervals are looked at next.
+    look_at: u64,
+    len: usize,
+}
+
+impl Cells {
+    pub(super) fn new(ages: Ages) -> Cells {
+        Cells {
+            ages,
+            intervals: VecDeque::new(),
+            free: u64::MAX,
+            queues: Vec::new(),
+            full: [0; SLOTS],
+            dirty: 0,
+            best: [(0.0, 0); SLOTS],
+            look_at: 0,
+            len: 0,
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The worths have changed.
+    pub(super) fn all_dirty(&mut self) {
+        self.dirty = u64::MAX;
+    }
+
+    /// Files a leaf under its mark's list and tick. O(1), O(log intervals) for an earlier use.
+    pub(super) fn enter(&mut self, marks: &mut [Mark], at: u32, now: u64) {
+        if now >= self.look_at {
+            self.look(marks, now);
+        }
+        let (tick, list) = (marks[at as usize].tick, marks[at as usize].list);
+        let slot = self.slot_to_enter(marks, tick);
+        let queue = self.queues[slot][usize::from(list)];
+        self.len += 1;
+        if queue.oldest == NIL {
+            self.queues[slot][usize::from(list)] = Queue { oldest: at, newest: at };
+            (marks[at as usize].older, marks[at as usize].newer) = (NIL, NIL);
+            self.full[slot] |= 1 << list;
+            self.dirty |= 1 << slot;
+            return;
+        }
+        // Right above the newest leaf that is not younger.
+        let mut below = queue.newest;
+        if marks[below as usize].tick > tick {
+            below = NIL;
+            let mut next = queue.oldest;
+            for _ in 0..STEPS_MAX {
+                if marks[next as usize].tick > tick {
+                    break;
+                }
+                (below, next) = (next, marks[next as usize].newer);
+            }
+        }
+        let above = if below == NIL { queue.oldest } else { marks[below as usize].newer };
+        (marks[at as usize].older, marks[at as usize].newer) = (below, above);
+        let ends = &mut self.queues[slot][usize::from(list)];
+        match below {
+            NIL => ends.oldest = at,
+            _ => marks[below as usize].newer = at,
+        }
+        match above {
+            NIL => ends.newest = at,
+            _ => marks[above as usize].older = at,
+        }
+    }
+
+    /// Takes a leaf out; its mark is as it was when it entered. O(1), O(log intervals) at the end of a cell.
+    pub(super) fn leave(&mut self, marks: &mut [Mark], at: u32) {
+        let Mark { older, newer, tick, list, .. } = marks[at as usize];
+        self.len -= 1;
+        if older != NIL {
+            marks[older as usize].newer = newer;
+        }
+        if newer != NIL {
+            marks[newer as usize].older = older;
+        }
+        if older != NIL && newer != NIL {
+            return;
+        }
+        let slot = self.slot_of(tick);
+        let queue = &mut self.queues[slot][usize::from(list)];
+        if older == NIL {
+            queue.oldest = newer;
+        }
+        if newer == NIL {
+            queue.newest = older;
+        }
+        if queue.oldest == NIL {
+            self.full[slot] &= !(1 << list);
+            self.dirty |= 1 << slot;
+        }
+    }
+
+    /// The victim: the oldest leaf of the cell that is worth least, or just the oldest leaf. O(intervals).
+    pub(super) fn first(
+        &mut self,
+        marks: &mut [Mark],
+        now: u64,
+        gains: &Gains,
+        learned: bool,
+    ) -> Option<u32> {
+        if self.len == 0 {
+            return None;
+        }
+        if now >= self.look_at {
+            self.look(marks, now);
+        }
+        if !learned && let Some(at) = self.oldest(marks) {
+            return Some(at);
+        }
+        let (mut least, mut found) = (f32::INFINITY, None);
+        for interval in &self.intervals {
+            let slot = usize::from(interval.slot);
+            if self.full[slot] == 0 {
+                continue;
+            }
+            if self.dirty >> slot & 1 == 1 {
+                self.best[slot] = best(self.full[slot], usize::from(interval.bin), gains);
+                self.dirty &= !(1 << slot);
+            }
+            let (worth, list) = self.best[slot];
+            if worth < least || found.is_none() {
+                (least, found) = (worth, Some((slot, list)));
+            }
+        }
+        found.map(|(slot, list)| self.queues[slot][usize::from(list)].oldest)
+    }
+
+    /// The leaf that LRU would evict; `None` if all are expected back.
+    fn oldest(&self, marks: &[Mark]) -> Option<u32> {
+        for interval in &self.intervals {
+            let slot = usize::from(interval.slot);
+            let mut lists = self.full[slot] & !(1 << EXPECTED | 1 << KEPT);
+            let mut found: Option<u32> = None;
+            while lists != 0 {
+                let at = self.queues[slot][lists.trailing_zeros() as usize].oldest;
+                if found.is_none_or(|other| marks[at as usize].tick < marks[other as usize].tick) {
+                    found = Some(at);
+                }
+                lists &= lists - 1;
+            }
+            if found.is_some() {
+                return found;
+            }
+        }
+        None
+    }
+
+    /// Shows cells from the least worth on, each leaf from the oldest on, until `show` says stop. For looking ahead;
+    /// O(cells log cells + leaves shown).
+    pub(super) fn ahead(
+        &self,
+        marks: &[Mark],
+        gains: &Gains,
+        learned: bool,
+        mut show: impl FnMut(u32) -> bool,
+    ) {
+        let mut cells: Vec<(f32, usize, u8)> = Vec::new();
+        for (order, interval) in self.intervals.iter().enumerate() {
+            for list in (0..LISTS_ALL as u8).filter(|l| self.full[usize::from(interval.slot)] >> l & 1 == 1) {
+                let worth = gains[usize::from(list)][usize::from(interval.bin)];
+                let worth = if learned || [EXPECTED, KEPT].contains(&list) { worth } else { 0.0 };
+                cells.push((worth, order, list));
+            }
+        }
+        cells.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)).then(a.2.cmp(&b.2)));
+        for (_, order, list) in cells {
+            let mut at = self.queues[usize::from(self.intervals[order].slot)][usize::from(list)].oldest;
+            while at != NIL {
+                if !show(at) {
+                    return;
+                }
+                at = marks[at as usize].newer;
+            }
+        }
+    }
+
+    /// The slot of the interval that a tick lies in. What is older than all intervals counts to the oldest.
+    #[inline]
+    fn slot_of(&self, tick: u64) -> usize {
+        match self.intervals.back() {
+            Some(newest) if tick >= newest.start => newest.slot.into(),
+            _ => {
+                let after = self.intervals.partition_point(|i| i.start <= tick);
+                self.intervals[after.saturating_sub(1)].slot.into()
+            }
+        }
+    }
+
+    #[inline]
+    fn slot_to_enter(&mut self, marks: &mut [Mark], tick: u64) -> usize {
+        let fits = |newest: &Interval| tick < newest.start + self.ages.quantum();
+        if self.intervals.back().is_some_and(fits) {
+            return self.slot_of(tick);
+        }
+        if self.free == 0 {
+            self.merge(marks, 0);
+        }
+        let slot = self.free.trailing_zeros() as usize;
+        self.free &= !(1 << slot);
+        if self.queues.len() <= slot {
+            self.queues.resize(slot + 1, [EMPTY; LISTS_ALL]);
+        }
+        self.full[slot] = 0;
+        let start = tick & !(self.ages.quantum() - 1);
+        self.intervals.push_back(Interval { start, slot: slot as u8, bin: 0 });
+        slot
+    }
+
+    /// Joins an interval and the next: the younger leaves go behind the older ones, list by list.
+    fn merge(&mut self, marks: &mut [Mark], at: usize) {
+        let Some(gone) = self.intervals.remove(at + 1) else { return };
+        let (to, from) = (usize::from(self.intervals[at].slot), usize::from(gone.slot));
+        let mut lists = std::mem::take(&mut self.full[from]);
+        self.full[to] |= lists;
+        self.dirty |= 1 << to;
+        while lists != 0 {
+            let list = lists.trailing_zeros() as usize;
+            lists &= lists - 1;
+            let more = std::mem::replace(&mut self.queues[from][list], EMPTY);
+            let queue = &mut self.queues[to][list];
+            if queue.oldest == NIL {
+                *queue = more;
+                continue;
+            }
+            marks[queue.newest as usize].newer = more.oldest;
+            marks[more.oldest as usize].older = queue.newest;
+            queue.newest = more.newest;
+        }
+        self.free |= 1 << from;
+    }
+
+    /// Every other quantum: merges what has become old enough, and tells the age of each interval anew. O(intervals).
+    fn look(&mut self, marks: &mut [Mark], now: u64) {
+        self.look_at = now + 2 * self.ages.quantum();
+        let mut at = 0;
+        while at + 2 < self.intervals.len() {
+            let end = self.intervals[at + 2].start;
+            let span = end - self.intervals[at].start;
+            if span.saturating_mul(MERGE_BELOW) <= now.saturating_sub(end) {
+                self.merge(marks, at);
+            } else {
+                at += 1;
+            }
+        }
+        for at in 0..self.intervals.len() {
+            let end = self.intervals.get(at + 1).map_or(now, |next| next.start);
+            let Interval { start, slot, bin } = self.intervals[at];
+            let middle = start + end.saturating_sub(start) / 2;
+            let new = self.ages.bin(now.saturating_sub(middle)) as u8;
+            if new != bin {
+                self.intervals[at].bin = new;
+                self.dirty |= 1 << slot;
+            }
+        }
+    }
+
+    /// Every leaf filed, with the list it stands in: for `sanity`.
+    pub(super) fn for_each(&self, marks: &[Mark], mut f: impl FnMut(u32, bool)) {
+        for interval in &self.intervals {
+            let slot = usize::from(interval.slot);
+            for list in 0..LISTS_ALL {
+                let queue = self.queues[slot][list];
+                let mut sound = (queue.oldest != NIL) == (self.full[slot] >> list & 1 == 1);
+                let (mut at, mut older, mut steps) = (queue.oldest, NIL, 0);
+                while at != NIL && steps <= self.len {
+                    let mark = &marks[at as usize];
+                    sound &= mark.older == older && usize::from(mark.list) == list;
+                    sound &= self.slot_of(mark.tick) == slot;
+                    f(at, sound);
+                    (older, at, steps) = (at, mark.newer, steps + 1);
+                }
+            }
+        }
+    }
+}
+
+/// The list that is worth least among those that are not empty. O(lists that are not empty).
+fn best(mut full: u64, bin: usize, gains: &Gains) -> (f32, u8) {
+    let mut least = (f32::INFINITY, 0);
+    while full != 0 {
+        let list = full.trailing_zeros() as u8;
+        let worth = gains[usize::from(list)][bin];
+        if worth < least.0 || least.0 == f32::INFINITY {
+            least = (worth, list);
+        }
+        full &= full - 1;
+    }
+    least
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(worth: impl Fn(usize, usize) -> f32) -> Gains {
+        std::array::from_fn(|list| std::array::from_fn(|bin| worth(list, bin)))
+    }
+
+    fn cells(quantum: u64) -> Cells {
+        Cells::new(Ages::new(128 * quantum))
+    }
+
+    fn put(cells: &mut Cells, marks: &mut [Mark], at: u32, list: u8, tick: u64, now: u64) {
+        (marks[at as usize].list, marks[at as usize].tick) = (list, tick);
+        cells.enter(marks, at, now);
+    }
+
+    #[test]
+    fn without_lessons_it_is_lru() {
+        // Every list, random removals, against a sorted set.
+        let (mut cells, mut marks) = (cells(4), vec![Mark::default(); 300]);
+        let gains = rule(|_, _| 1.0);
+        let mut want = std::collections::BTreeSet::new();
+        let mut state = 3u64;
+        for now in 1..30_000u64 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let at = (state >> 40) as u32 % 300;
+            if want.remove(&(marks[at as usize].tick, at)) {
+                cells.leave(&mut marks, at);
+            } else {
+                put(&mut cells, &mut marks, at, (state >> 50) as u8 % 56, now, now);
+                want.insert((now, at));
+            }
+            assert_eq!(cells.first(&mut marks, now, &gains, false), want.first().map(|w| w.1));
+            assert_eq!(cells.len(), want.len());
+        }
+        let mut seen = 0;
+        cells.for_each(&marks, |_, sound| {
+            seen += 1;
+            assert!(sound);
+        });
+        assert_eq!(seen, want.len());
+    }
+
+    #[test]
+    fn the_least_worth_goes_first() {
+        let (mut cells, mut marks) = (cells(1), vec![Mark::default(); 8]);
+        put(&mut cells, &mut marks, 0, 5, 10, 10);
+        put(&mut cells, &mut marks, 1, 2, 11, 11);
+        put(&mut cells, &mut marks, 2, 2, 12, 12);
+        put(&mut cells, &mut marks, 3, 2, 90, 90);
+        // List 2 is worth less, and the more the older.
+        let gains = rule(|list, bin| list as f32 + 1.0 / (bin + 1) as f32);
+        let mut out = Vec::new();
+        while let Some(at) = cells.first(&mut marks, 100, &gains, true) {
+            out.push(at);
+            cells.leave(&mut marks, at);
+        }
+        assert_eq!(out, [1, 2, 3, 0]);
+    }
+
+    #[test]
+    fn hints_go_first_and_last() {
+        let (mut cells, mut marks) = (cells(1), vec![Mark::default(); 8]);
+        let gains = rule(|list, _| match list as u8 {
+            EXPECTED => f32::MAX,
+            FINISHED => -1.0,
+            _ => 1.0,
+        });
+        put(&mut cells, &mut marks, 0, EXPECTED, 1, 1);
+        put(&mut cells, &mut marks, 1, 7, 50, 50);
+        put(&mut cells, &mut marks, 2, FINISHED, 99, 99);
+        assert_eq!(cells.first(&mut marks, 100, &gains, true), Some(2));
+        assert_eq!(cells.first(&mut marks, 100, &gains, false), Some(1), "LRU only spares who is expected");
+        cells.leave(&mut marks, 2);
+        assert_eq!(cells.first(&mut marks, 100, &gains, true), Some(1));
+        cells.leave(&mut marks, 1);
+        assert_eq!(cells.first(&mut marks, 100, &gains, false), Some(0));
+    }
+
+    #[test]
+    fn an_earlier_use_finds_its_place() {
+        let (mut cells, mut marks) = (cells(64), vec![Mark::default(); 8]);
+        for (at, tick) in [(0, 10), (1, 30), (2, 20), (3, 5), (4, 40)] {
+            put(&mut cells, &mut marks, at, 0, tick, 50);
+        }
+        let gains = rule(|_, _| 1.0);
+        let mut out = Vec::new();
+        while let Some(at) = cells.first(&mut marks, 50, &gains, true) {
+            out.push(at);
+            cells.leave(&mut marks, at);
+        }
+        assert_eq!(out, [3, 0, 2, 1, 4]);
+    }
+
+    #[test]
+    fn intervals_stay_few_and_fine() {
+        let (mut cells, mut marks) = (cells(1), vec![Mark::default(); 40_000]);
+        for at in 0..40_000u32 {
+            put(&mut cells, &mut marks, at, (at % 56) as u8, u64::from(at), u64::from(at));
+            assert!(cells.intervals.len() <= SLOTS);
+        }
+        let now = 40_000;
+        for pair in cells.intervals.iter().collect::<Vec<_>>().windows(2) {
+            let (span, age) = (pair[1].start - pair[0].start, now - pair[1].start);
+            assert!(span <= age / 2 + 2, "{span} at age {age}");
+        }
+        let mut shown = Vec::new();
+        cells.ahead(&marks, &rule(|_, _| 1.0), false, |at| {
+            shown.push(at);
+            shown.len() < 100
+        });
+        assert_eq!(shown.len(), 100);
+        assert!(shown.iter().all(|&at| at < 10_000), "the oldest: {shown:?}");
+    }
+}

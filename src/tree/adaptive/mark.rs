@@ -1,0 +1,74 @@
+//! What is kept of a node, beside the tree's own: 48 bytes, of leaves and of the deepest node of a match only.
+
+use super::ghosts::NO_SAMPLE;
+
+/// No node.
+pub(super) const NIL: u32 = u32::MAX;
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Mark {
+    /// Neighbours in the cell.
+    pub(super) older: u32,
+    pub(super) newer: u32,
+    /// Time of use that it is filed under.
+    pub(super) tick: u64,
+    /// Name of its first page at its depth, and of its last page (0: unknown).
+    pub(super) start: u64,
+    pub(super) end: u32,
+    /// Its use among the samples.
+    pub(super) sample: u32,
+    /// Mean volume between uses that ended here.
+    pub(super) mean_gap: u32,
+    /// Depth at which what its request brought starts: that of the first chunk, where it came in chunks.
+    pub(super) base: u32,
+    /// Pages that its request brought.
+    pub(super) new_pages: u16,
+    /// Hint: requests that wait for it.
+    pub(super) expected: u8,
+    /// List that it is filed under.
+    pub(super) list: u8,
+    /// Requests that ended their match here, and the one that made it.
+    pub(super) uses: u8,
+    /// Requests before the last one in its conversation.
+    pub(super) turn: u8,
+    /// Bucket of what prompts of its kind share.
+    pub(super) family: u8,
+    /// Hint: length of the answer, in half octaves.
+    pub(super) answer: u8,
+    /// `list` is that of its latest use.
+    pub(super) filed: bool,
+    /// Nobody has matched it: what goes on from it is the same request.
+    pub(super) fresh: bool,
+    /// Hint: the session is over.
+    pub(super) finished: bool,
+    /// It stands in an order.
+    pub(super) standing: bool,
+}
+
+impl Default for Mark {
+    fn default() -> Mark {
+        Mark {
+            older: NIL,
+            newer: NIL,
+            tick: 0,
+            start: 0,
+            end: 0,
+            sample: NO_SAMPLE,
+            mean_gap: 0,
+            base: 0,
+            new_pages: 0,
+            expected: 0,
+            list: 0,
+            uses: 0,
+            turn: 0,
+            family: 0,
+            answer: 0,
+            filed: false,
+            fresh: false,
+            finished: false,
+            standing: false,
+        }
+    }
+}
+
+const _: () = assert!(size_of::<Mark>() <= 56);

@@ -1,0 +1,201 @@
+//! What LRU would hold in the same memory, without simulating it.
+//!
+//! LRU holds the pages used last, so all it takes is the volume of pages by time of last use, from the newest back until
+//! the capacity is full. Uses are summed in buckets of 1/256 of the capacity; a page moves from the bucket of its last use
+//! to the newest. No entry per node or ghost exists, and a walk down a path whose nodes were last used together looks
+//! its bucket up once.
+
+use std::collections::VecDeque;
+
+/// Buckets that the capacity is cut into; the error at the border is half of one.
+const BUCKETS: u64 = 256;
+/// More than so many are merged where they have emptied.
+const BUCKETS_MAX: usize = 1_024;
+
+#[derive(Clone, Copy, Debug)]
+struct Bucket {
+    start: u64,
+    pages: u64,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Shadow {
+    capacity: u64,
+    width: u64,
+    /// Oldest first; starts ascend.
+    buckets: VecDeque<Bucket>,
+    total: u64,
+    /// Tick of the latest use.
+    last: u64,
+    /// The latest look-up: tick and bucket.
+    memo: Option<(u64, usize)>,
+}
+
+impl Shadow {
+    pub(super) fn new(capacity_pages: u64) -> Shadow {
+        Shadow {
+            capacity: capacity_pages,
+            width: (capacity_pages / BUCKETS).max(1),
+            buckets: VecDeque::new(),
+            total: 0,
+            last: 0,
+            memo: None,
+        }
+    }
+
+    /// Pages are used now. O(1) amortised.
+    #[inline]
+    pub(super) fn add(&mut self, now: u64, pages: u32) {
+        match self.buckets.back_mut() {
+            // Uses of one tick share a bucket, so that a tick names one.
+            Some(newest) if newest.pages < self.width || now == self.last => newest.pages += u64::from(pages),
+            _ => self.open(now, pages),
+        }
+        self.last = now;
+        self.total += u64::from(pages);
+    }
+
+    fn open(&mut self, now: u64, pages: u32) {
+        self.settle();
+        if self.buckets.len() >= BUCKETS_MAX {
+            self.compact();
+        }
+        self.buckets.push_back(Bucket { start: now, pages: pages.into() });
+        self.memo = None;
+    }
+
+    /// Pages last used at `tick` are used now or forgotten; how many of them LRU holds. O(1) where the caller repeats a
+    /// tick, O(log) otherwise.
+    #[inline]
+    pub(super) fn take(&mut self, tick: u64, pages: u32) -> u32 {
+        let at = match self.memo {
+            Some((of, at)) if of == tick => at,
+            _ => {
+                let after = self.buckets.partition_point(|b| b.start <= tick);
+                if after == 0 {
+                    return 0;
+                }
+                self.memo = Some((tick, after - 1));
+                after - 1
+            }
+        };
+        let over = self.total.saturating_sub(self.capacity);
+        let bucket = &mut self.buckets[at];
+        let before = bucket.pages;
+        let taken = before.min(u64::from(pages));
+        bucket.pages -= taken;
+        self.total -= taken;
+        if at == 0 && over > 0 {
+            // LRU holds the newer part of its oldest bucket.
+            let kept = before.saturating_sub(over);
+            return (taken * kept / before.max(1)) as u32;
+        }
+        taken as u32
+    }
+
+    /// Moves a use to a later time. O(1) if it is in the newest bucket already.
+    #[inline]
+    pub(super) fn renew(&mut self, ticks: (u64, u64), pages: u32) {
+        match self.buckets.back() {
+            Some(newest) if ticks.0 >= newest.start => {}
+            Some(_) if ticks.1 < self.last => self.shift(ticks, pages),
+            _ => {
+                self.take(ticks.0, pages);
+                self.add(ticks.1, pages);
+            }
+        }
+    }
+
+    /// Moves pages from one time of use to another that is known. O(log).
+    pub(super) fn shift(&mut self, ticks: (u64, u64), pages: u32) {
+        let to = self.buckets.partition_point(|b| b.start <= ticks.1);
+        if ticks.0 == ticks.1 || to == 0 {
+            return;
+        }
+        let before = self.total;
+        self.take(ticks.0, pages);
+        let taken = before - self.total;
+        self.buckets[to - 1].pages += taken;
+        self.total += taken;
+    }
+
+    /// Lets go of what LRU would have evicted: between requests, since a running request is pinned.
+    pub(super) fn settle(&mut self) {
+        while let Some(oldest) = self.buckets.front().filter(|b| self.total - b.pages >= self.capacity) {
+            self.total -= oldest.pages;
+            self.buckets.pop_front();
+            self.memo = None;
+        }
+    }
+
+    fn compact(&mut self) {
+        let mut kept: VecDeque<Bucket> = VecDeque::with_capacity(BUCKETS_MAX);
+        for bucket in self.buckets.drain(..) {
+            match kept.back_mut() {
+                Some(older) if older.pages + bucket.pages <= self.width => older.pages += bucket.pages,
+                _ => kept.push_back(bucket),
+            }
+        }
+        self.buckets = kept;
+        self.memo = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_holds_what_lru_holds() {
+        // 60 items of 10 pages in room for 40 of them, against a list.
+        let (mut shadow, mut lru) = (Shadow::new(400), Vec::new());
+        let (mut used, mut state) = ([0u64; 60], 7u64);
+        let (mut hits, mut shadow_hits) = (0u64, 0u64);
+        for now in 1..20_000u64 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let item = (state >> 33) as usize % 60;
+            if let Some(at) = lru.iter().position(|&i| i == item) {
+                hits += 10;
+                lru.remove(at);
+            }
+            lru.push(item);
+            if lru.len() > 40 {
+                lru.remove(0);
+            }
+            if used[item] > 0 {
+                shadow_hits += u64::from(shadow.take(used[item], 10));
+            }
+            shadow.settle();
+            shadow.add(now, 10);
+            used[item] = now;
+        }
+        let off = shadow_hits.abs_diff(hits) as f64 / hits as f64;
+        assert!(off < 0.02, "{shadow_hits} against {hits}");
+    }
+
+    #[test]
+    fn buckets_stay_few_when_everything_is_used_again() {
+        let mut shadow = Shadow::new(1_000_000);
+        let mut used = [0u64; 100];
+        for now in 1..100_000u64 {
+            let item = (now % 100) as usize;
+            shadow.take(used[item], 4_000);
+            shadow.add(now, 4_000);
+            used[item] = now;
+        }
+        assert!(shadow.buckets.len() <= BUCKETS_MAX);
+        assert_eq!(shadow.total, 400_000);
+        assert_eq!(shadow.buckets.iter().map(|b| b.pages).sum::<u64>(), shadow.total);
+    }
+
+    #[test]
+    fn strange_numbers_do_no_harm() {
+        let mut shadow = Shadow::new(0);
+        shadow.take(5, 5);
+        shadow.add(1, u32::MAX);
+        shadow.renew((0, 9), 7);
+        shadow.renew((0, 3), 7);
+        shadow.settle();
+        assert_eq!(shadow.take(u64::MAX, u32::MAX), 0);
+    }
+}
