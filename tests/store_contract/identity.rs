@@ -147,6 +147,34 @@ fn i7_i8_i9_torn_zeroed_and_flipped_bytes_are_found_out() {
     }
 }
 
+/// An object that a later release wrote is whole and not for us: a counted miss, and it stays for whoever reads it.
+#[test]
+fn an_object_of_a_future_version_is_a_counted_miss_and_stays() {
+    let store = MemStore::new(1 << 20);
+    let a = Arena::new(&store, 8192);
+    let item = Item::one(&descriptor().space(NamespaceDigest::DEFAULT).unwrap(), &page(1), a.span(0, 4096));
+    assert!(store.put(from_ref(&item), &Call::unbounded())[0].is_ok());
+    let now = store.sealed(&item.key).unwrap();
+    let change = |b: &mut Vec<u8>| {
+        b[8] = 2;
+        b[12..16].fill(0);
+        let crc = !b[..128].iter().fold(!0u32, |crc, &byte| {
+            (0..8)
+                .fold(crc ^ u32::from(byte), |c, _| if c & 1 == 1 { (c >> 1) ^ 0x82F6_3B78 } else { c >> 1 })
+        });
+        b[12..16].copy_from_slice(&crc.to_le_bytes());
+    };
+    assert!(store.tamper(&item.key, change));
+    for n in 1..=2 {
+        let outcome = store.get(from_ref(&item), &Call::unbounded());
+        assert_eq!(outcome, [Outcome::VersionMismatch { found: 2 }]);
+        assert!(outcome[0].is_miss());
+        assert_eq!((store.stats().version_mismatch_total, store.stats().corrupt_total), (n, 0));
+    }
+    assert!(store.tamper(&item.key, |b| *b = now));
+    assert_eq!(store.get(&[item], &Call::unbounded()), [Outcome::Ok(4096)]);
+}
+
 #[test]
 fn i10_new_weights_or_another_revision_are_a_logical_clear() {
     misses(&descriptor(), &changed(|d| d.weights_epoch = 1));
