@@ -16,9 +16,10 @@ use crate::kit::skip;
 use crate::{hits, number};
 
 /// 500 requests, twice: the second run begins with empty device and host, as after a restart, and has the store that
-/// the first one left.
+/// the first one left. `SAPWOOD_TRACE` names a trace to use instead of the built-in workload.
 fn survives_a_restart(store: &str, more: &str) {
-    let line = format!("--requests 500 --prefetch wait-complete --store {store} {more}");
+    let trace = std::env::var("SAPWOOD_TRACE").map(|path| format!("--trace {path}")).unwrap_or_default();
+    let line = format!("--requests 500 --prefetch wait-complete --store {store} {trace} {more}");
     let run = || -> Value { crate::replay(&line) };
     let (first, second) = (run(), run());
     let from_store = |report: &Value| number(report, "/hit_tokens/store");
