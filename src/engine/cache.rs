@@ -17,7 +17,7 @@ use crate::key::{Namespace, NamespaceError};
 use crate::pool::{Geometry, PlaneId, PlaneKind};
 use crate::tiers::{
     AgreeError, Agreement, Alloc, Checkpoint, Core, CoreError, LoadBack, LoadState, MatchInfo, PageCounts,
-    Prefetch, PrefetchPolicy, PrefetchState, RequestId, Stats, WritePolicy,
+    Prefetch, PrefetchPolicy, PrefetchState, RequestComponents, RequestId, Stats, WritePolicy,
 };
 
 /// Why a call failed.
@@ -243,6 +243,21 @@ impl PrefixCache {
         let aborted = self.core.abort(request.disarm(), last_use);
         self.run_actions(self.now);
         Ok(aborted?)
+    }
+
+    /// See [`Core::let_window_go`].
+    pub(super) fn let_window_go(&mut self, request: &Request, first: u32) -> Result<(), CacheError> {
+        Ok(self.core.let_window_go(request.id(), first)?)
+    }
+
+    /// See [`Core::take_over`].
+    pub(super) fn take_over(&mut self, to: &mut Request, from: &mut Request) -> Result<(), CacheError> {
+        Ok(self.core.take_over(to.id(), from.id())?)
+    }
+
+    /// See [`Core::request_components`].
+    pub fn components(&self, request: &Request) -> Result<RequestComponents, CacheError> {
+        Ok(self.core.request_components(request.id())?)
     }
 
     /// Tells the time, takes in what has ended and starts what that allows. Time must not go back. With several ranks
