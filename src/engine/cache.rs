@@ -197,6 +197,10 @@ impl PrefixCache {
             self.executor.handed_out(&table[first..]);
         }
         self.run_actions(self.now);
+        if granted != Ok(Alloc::Granted) {
+            // What would make room may wait for the end of the step.
+            self.executor.flush();
+        }
         Ok(granted?)
     }
 
@@ -264,6 +268,7 @@ impl PrefixCache {
     /// this is a round of their [`Agreement`], and the only call that takes in what has ended.
     pub fn tick(&mut self, now: Time) -> Result<(), CacheError> {
         let now = now.max(self.now);
+        self.executor.flush();
         self.take_events(now)?;
         if self.agreement.ranks() > 1 {
             self.agree(now)?;
@@ -271,6 +276,7 @@ impl PrefixCache {
         self.now = now;
         self.core.tick(now);
         self.run_actions(now);
+        self.executor.flush();
         Ok(())
     }
 

@@ -41,7 +41,7 @@ pub(super) type Gap = (PageId, PlaneSet);
 #[derive(Debug)]
 enum Work {
     Query {
-        hashes: Vec<PageHash>,
+        hashes: Arc<[PageHash]>,
     },
     Get {
         batch: u32,
@@ -237,7 +237,7 @@ impl StoreLane {
             .or_insert_with(|| self.shared.planes.iter().map(|p| Space::new(p.descriptor, digest)).collect());
     }
 
-    pub(super) fn query(&mut self, op: OpId, namespace: NamespaceId, hashes: Vec<PageHash>) {
+    pub(super) fn query(&mut self, op: OpId, namespace: NamespaceId, hashes: Arc<[PageHash]>) {
         self.send(op, namespace, Work::Query { hashes });
     }
 

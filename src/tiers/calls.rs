@@ -180,7 +180,11 @@ impl Core {
         let windows = (whole.saturating_sub(window_from) as usize).min(request.window.len());
         let given = InsertComponents { window_from, window: &request.window[..windows], state };
         let key = Key::new(request.namespace, tokens);
-        let opts = InsertOpts { count_hits_from: Some(request.counted), ..InsertOpts::default() };
+        let opts = InsertOpts {
+            count_hits_from: Some(request.counted),
+            names: request.names.as_ref(),
+            ..InsertOpts::default()
+        };
         let mut out = InsertOut::default();
         let pages = &request.pages[..whole as usize];
         // What the request holds was compared when it was matched or published.
