@@ -75,7 +75,7 @@ pub(super) fn run(args: &Args) -> Result<(), DemoError> {
     let Rank { device, cache, layout, memory, .. } = rank;
     let control = Control::new(IpAddr::V4(Ipv4Addr::LOCALHOST))?;
     say(&format!("up {}", control.address()));
-    let staging = args.staging.then(|| StagingRing {
+    let staging = args.staging.then_some(StagingRing {
         region: layout.regions.len() as u32,
         base: 0,
         bytes: STAGE_BYTES,

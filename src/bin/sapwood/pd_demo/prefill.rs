@@ -92,7 +92,7 @@ pub(super) fn run(args: &Args) -> Result<(), DemoError> {
         })?;
     }
     say(&format!("up {}", control.address()));
-    let staging = args.staging.then(|| StagingBuffers {
+    let staging = args.staging.then_some(StagingBuffers {
         region: layout.regions.len() as u32,
         base: 0,
         buffer_bytes: STAGE_BYTES / 8,
