@@ -209,7 +209,8 @@ impl PrefixCache {
         Ok(self.core.pages(request.id())?)
     }
 
-    /// See [`Core::checkpoint`].
+    /// See [`Core::checkpoint`]. Backups that this makes due start at the next [`tick`](Self::tick), or when
+    /// [`alloc`](Self::alloc) finds too little room: those of a step leave together.
     pub fn checkpoint(
         &mut self,
         request: &mut Request,
@@ -266,11 +267,11 @@ impl PrefixCache {
     }
 
     /// When a [`tick`](Self::tick) will find something although the scheduler does nothing: the next modelled
-    /// completion or retry. Under [`Delivery::AsCompleted`](super::Delivery::AsCompleted) completions are not
+    /// completion or retry, or backups that wait for the end of the step. Under [`Delivery::AsCompleted`](super::Delivery::AsCompleted) completions are not
     /// known ahead; use the waker.
     #[must_use]
     pub fn next_due(&self) -> Option<Time> {
-        if self.agreement.owes() {
+        if self.agreement.owes() || self.executor.holds() {
             return Some(self.now);
         }
         match (self.executor.next_due(), self.core.next_timeout()) {

@@ -359,6 +359,11 @@ impl Executor {
         }
     }
 
+    /// Whether copies to the host wait for [`flush`](Executor::flush).
+    pub(super) fn holds(&self) -> bool {
+        self.held > 0
+    }
+
     /// Hands the device the copies to the host that were decided since the last time.
     pub(super) fn flush(&mut self) {
         if std::mem::take(&mut self.held) > 0 {
