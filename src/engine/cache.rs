@@ -8,17 +8,18 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 use super::builder::{Builder, Scrub};
 use super::executor::{BytesMoved, Executor};
 use super::registration::RegistrationError;
-use super::report::StoreReport;
+use super::report::{MissingPlane, StoreReport};
 use super::request::Request;
 use crate::backend::host::HostArena;
 use crate::backend::store::Store;
 use crate::base::{Fence, NamespaceId, OpId, PageId, Tier, Time, Violation};
 use crate::key::{Namespace, NamespaceError};
-use crate::pool::{Geometry, PlaneId, PlaneKind};
+use crate::pool::{Geometry, Plane, PlaneId, PoolKind};
 use crate::tiers::{
     AgreeError, Agreement, Alloc, Checkpoint, Core, CoreError, LoadBack, LoadState, MatchInfo, PageCounts,
-    Prefetch, PrefetchPolicy, PrefetchState, RequestId, Stats, WritePolicy,
+    Prefetch, PrefetchPolicy, PrefetchState, RequestComponents, RequestId, Stats, WritePolicy,
 };
+use crate::tree::Component;
 
 /// Why a call failed.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -190,14 +191,26 @@ impl PrefixCache {
     pub fn alloc(&mut self, request: &mut Request, pages: u32) -> Result<Alloc, CacheError> {
         self.take_events(self.now)?;
         let granted = self.core.alloc(request.id(), pages);
-        if granted == Ok(Alloc::Granted)
-            && let Ok(table) = self.core.pages(request.id())
-        {
-            let first = table.len().saturating_sub(pages as usize);
-            self.executor.handed_out(&table[first..]);
+        if granted == Ok(Alloc::Granted) && self.executor.has_device_gaps() {
+            self.will_compute(request, pages as usize)?;
         }
         self.run_actions(self.now);
         Ok(granted?)
+    }
+
+    /// The last pages of the request's table, its window pages and its state are going to be written anew.
+    fn will_compute(&mut self, request: &Request, pages: usize) -> Result<(), CacheError> {
+        let table = self.core.pages(request.id())?;
+        self.executor.handed_out(PoolKind::Full, &table[table.len().saturating_sub(pages)..]);
+        let own = self.core.request_components(request.id())?;
+        self.executor.handed_out(PoolKind::Window, &own.window[own.window.len().saturating_sub(pages)..]);
+        self.executor.handed_out(PoolKind::State, own.state.as_slice());
+        Ok(())
+    }
+
+    /// Window pages and states of a request; see [`Core::request_components`]. O(window).
+    pub fn components(&self, request: &Request) -> Result<RequestComponents, CacheError> {
+        Ok(self.core.request_components(request.id())?)
     }
 
     /// The page table of a request; see [`Core::pages`].
@@ -328,7 +341,8 @@ impl PrefixCache {
         if let Some(scrub) = &mut self.scrub {
             for freed in self.core.take_freed() {
                 let first = freed.pages.first.0;
-                (first..first + freed.pages.pages).for_each(|page| scrub.0(freed.tier, PageId(page)));
+                (first..first + freed.pages.pages)
+                    .for_each(|page| scrub.0(freed.tier, freed.pool, PageId(page)));
             }
         }
         while self.core.has_actions() {
@@ -368,6 +382,12 @@ impl PrefixCache {
         self.core.page_counts(tier)
     }
 
+    /// Who owns the pages of a window or the slots of a state. O(pages).
+    #[must_use]
+    pub fn component_counts(&self, component: Component, tier: Tier) -> PageCounts {
+        self.core.component_counts(component, tier)
+    }
+
     /// Every broken rule; empty is healthy. O(everything).
     #[must_use]
     pub fn sanity(&self) -> Vec<Violation> {
@@ -404,18 +424,27 @@ impl PrefixCache {
         self.executor.report()
     }
 
-    /// How many pages of the request's table lack which plane: they came from the store without it. Only planes of
-    /// a draft can be missing; its guesses will be worse there, the answer is the same. O(pages x planes).
-    pub fn missing_planes(&self, request: &Request) -> Result<Vec<(PlaneKind, u32)>, CacheError> {
+    /// How many pages of the request lack which plane: they came from the store without it. Only planes of a draft can
+    /// be missing; its guesses will be worse there, the answer is the same. While a load is in flight, windows and states
+    /// that it brings are not counted. O(pages x planes).
+    pub fn missing_planes(&self, request: &Request) -> Result<Vec<MissingPlane>, CacheError> {
         let table = self.core.pages(request.id())?;
-        let kinds = (0_u8..).zip(self.geometry.planes());
-        Ok(kinds
-            .filter_map(|(i, plane)| {
-                let lacks = |page: &&PageId| self.executor.device_gap(**page).contains(PlaneId(i));
-                let pages = table.iter().filter(lacks).count() as u32;
-                (pages > 0).then_some((plane.kind(), pages))
-            })
-            .collect())
+        if !self.executor.has_device_gaps() {
+            return Ok(Vec::new());
+        }
+        let held = self.core.request_components(request.id())?;
+        let missing = |(i, plane): (u8, &Plane)| {
+            let pool = plane.pool();
+            let pages = match pool {
+                PoolKind::Full => table,
+                PoolKind::Window => &held.window,
+                PoolKind::State => held.state_in.as_slice(),
+            };
+            let lacks = |page: &&PageId| self.executor.device_gap(pool, **page).contains(PlaneId(i));
+            let pages = pages.iter().filter(lacks).count() as u32;
+            (pages > 0).then_some(MissingPlane { kind: plane.kind(), pool, pages })
+        };
+        Ok((0_u8..).zip(self.geometry.planes()).filter_map(missing).collect())
     }
 
     /// Takes the store away: its calls are told to end, what they brought is taken in, and the store lets go of the

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
+use smallvec::SmallVec;
 
 use super::delivery::{Delivery, Lane, Moment, Schedule};
 use super::lane::{Ended, Gap, LaneConfig, StoreLane};
@@ -15,8 +16,8 @@ use crate::backend::host::HostArena;
 use crate::backend::store::Store;
 use crate::base::containers::Map;
 use crate::base::{Fence, NamespaceId, OpId, PageId, Time};
-use crate::pool::PlaneSet;
-use crate::tiers::{Action, EndKey, Event, PageOutcome, PagePair, StoreItem};
+use crate::pool::{Geometry, PlaneSet, PoolKind};
+use crate::tiers::{Action, EndKey, Event, PagePair, StoreItem};
 
 /// How long a modelled delivery waits for the real copy before it calls the executor stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(120);
@@ -62,13 +63,20 @@ pub struct BytesMoved {
     pub store_get: u64,
 }
 
+/// Pages of one pool: read and written.
+#[derive(Debug)]
+struct Part {
+    pool: PoolKind,
+    sources: Vec<PageId>,
+    targets: Vec<PageId>,
+}
+
 /// A copy that the device did not take yet.
 #[derive(Debug)]
 struct Copy {
     op: OpId,
     direction: Direction,
-    sources: Vec<PageId>,
-    targets: Vec<PageId>,
+    parts: Vec<Part>,
     after: Fence,
 }
 
@@ -77,19 +85,37 @@ struct Copy {
 struct InFlight {
     transfer: Transfer,
     layers_told: u32,
-    sources: Vec<PageId>,
-    targets: Vec<PageId>,
+    parts: Vec<Part>,
+}
+
+impl Part {
+    fn all_planes(&self) -> CopyPart<'_> {
+        CopyPart { pool: self.pool, src: &self.sources, dst: &self.targets, planes: PlaneSet::ALL }
+    }
+}
+
+fn parts_of(pairs: &[PagePair]) -> Vec<Part> {
+    let part = |pool| {
+        let of_pool = || pairs.iter().filter(move |pair| pair.pool == pool);
+        let sources: Vec<PageId> = of_pool().map(|pair| pair.source).collect();
+        (!sources.is_empty()).then(|| Part {
+            pool,
+            sources,
+            targets: of_pool().map(|pair| pair.target).collect(),
+        })
+    };
+    PoolKind::ALL.into_iter().filter_map(part).collect()
 }
 
 /// Planes that pages lack, per tier. Travels with the bytes: a copy of a page lacks what the page lacks.
 #[derive(Debug, Default)]
 struct Gaps {
-    device: Map<PageId, PlaneSet>,
-    host: Map<PageId, PlaneSet>,
+    device: Map<(PoolKind, PageId), PlaneSet>,
+    host: Map<(PoolKind, PageId), PlaneSet>,
 }
 
 impl Gaps {
-    fn copied(&mut self, direction: Direction, sources: &[PageId], targets: &[PageId]) {
+    fn copied(&mut self, direction: Direction, parts: &[Part]) {
         let (from, to) = match direction {
             Direction::DeviceToHost => (&self.device, &mut self.host),
             Direction::HostToDevice => (&self.host, &mut self.device),
@@ -98,20 +124,22 @@ impl Gaps {
         if from.is_empty() && to.is_empty() {
             return;
         }
-        for (source, target) in sources.iter().zip(targets) {
-            match from.get(source) {
-                Some(&gap) => to.insert(*target, gap),
-                None => to.remove(target),
-            };
+        for Part { pool, sources, targets } in parts {
+            for (source, target) in sources.iter().zip(targets) {
+                match from.get(&(*pool, *source)) {
+                    Some(&gap) => to.insert((*pool, *target), gap),
+                    None => to.remove(&(*pool, *target)),
+                };
+            }
         }
     }
 
     fn read(&mut self, read: &[Gap]) {
-        for &(page, gap) in read {
-            if gap == PlaneSet::NONE {
-                self.host.remove(&page);
+        for &Gap { pool, page, planes } in read {
+            if planes == PlaneSet::NONE {
+                self.host.remove(&(pool, page));
             } else {
-                self.host.insert(page, gap);
+                self.host.insert((pool, page), planes);
             }
         }
     }
@@ -125,8 +153,7 @@ pub(super) struct Executor {
     /// Seeds of the namespaces that are known, for the next lane.
     namespaces: BTreeMap<NamespaceId, Option<[u8; 32]>>,
     gaps: Gaps,
-    page_bytes: u64,
-    layers: u32,
+    geometry: Arc<Geometry>,
     waiting: [VecDeque<Copy>; 2],
     copies: BTreeMap<OpId, InFlight>,
     schedule: Option<Schedule>,
@@ -135,7 +162,6 @@ pub(super) struct Executor {
     /// Events to hand out next.
     ready: VecDeque<Event>,
     completions: Vec<Completion>,
-    /// Pages of each store batch, to count bytes by.
     heard: Receiver<()>,
     bytes: BytesMoved,
     device_faults: u64,
@@ -160,8 +186,7 @@ impl Executor {
     pub(super) fn new(
         device: Box<dyn Device>,
         (lane, lane_config, votes): (Option<StoreLane>, LaneConfig, Box<dyn RankVotes>),
-        page_bytes: u64,
-        layers: u32,
+        geometry: Arc<Geometry>,
         delivery: Delivery,
         heard: Receiver<()>,
     ) -> Self {
@@ -172,8 +197,7 @@ impl Executor {
             votes,
             namespaces: BTreeMap::new(),
             gaps: Gaps::default(),
-            page_bytes,
-            layers,
+            geometry,
             waiting: [VecDeque::new(), VecDeque::new()],
             copies: BTreeMap::new(),
             schedule: match delivery {
@@ -212,17 +236,20 @@ impl Executor {
     }
 
     /// Planes that a device page lacks.
-    pub(super) fn device_gap(&self, page: PageId) -> PlaneSet {
-        self.gaps.device.get(&page).copied().unwrap_or(PlaneSet::NONE)
+    pub(super) fn device_gap(&self, pool: PoolKind, page: PageId) -> PlaneSet {
+        self.gaps.device.get(&(pool, page)).copied().unwrap_or(PlaneSet::NONE)
+    }
+
+    /// Whether some device page lacks a plane.
+    pub(super) fn has_device_gaps(&self) -> bool {
+        !self.gaps.device.is_empty()
     }
 
     /// Pages that the engine will compute: they will lack nothing.
-    pub(super) fn handed_out(&mut self, pages: &[PageId]) {
-        if !self.gaps.device.is_empty() {
-            pages.iter().for_each(|page| {
-                self.gaps.device.remove(page);
-            });
-        }
+    pub(super) fn handed_out(&mut self, pool: PoolKind, pages: &[PageId]) {
+        pages.iter().for_each(|page| {
+            self.gaps.device.remove(&(pool, *page));
+        });
     }
 
     /// Takes the store away; see [`StoreLane::detach`]. `None` if a call does not end, or if there is none.
@@ -265,6 +292,11 @@ impl Executor {
 
     fn lane_ended(&mut self, ended: Ended) {
         self.gaps.read(&ended.read);
+        match &ended.event {
+            Event::Got { .. } => self.bytes.store_get += ended.bytes,
+            Event::Put { .. } => self.bytes.store_put += ended.bytes,
+            _ => {}
+        }
         self.ended(ended.event);
     }
 
@@ -283,9 +315,9 @@ impl Executor {
             Action::CopyToDevice { op, pairs, after } => {
                 self.copy(op, Direction::HostToDevice, &pairs, after)
             }
-            Action::StoreQuery { op, namespace, hashes, .. } => {
+            Action::StoreQuery { op, namespace, hashes, pools } => {
                 match self.lane.as_mut().filter(|l| l.is_open()) {
-                    Some(lane) => lane.query(op, namespace, hashes),
+                    Some(lane) => lane.query(op, namespace, hashes, pools),
                     None => self.ended(Event::Queried { op, present: None }),
                 }
             }
@@ -298,7 +330,10 @@ impl Executor {
             Action::StorePut { op, namespace, batch, items } => {
                 match self.lane.as_mut().filter(|l| l.is_open()) {
                     Some(lane) => {
-                        let gap = |i: &StoreItem| Some((i.host_page, *self.gaps.host.get(&i.host_page)?));
+                        let gap = |item: &StoreItem| {
+                            let (pool, page) = (item.pool, item.host_page);
+                            Some(Gap { pool, page, planes: *self.gaps.host.get(&(pool, page))? })
+                        };
                         let lacking = items.iter().filter_map(gap).collect();
                         lane.put(op, namespace, batch, items, lacking);
                     }
@@ -318,33 +353,30 @@ impl Executor {
 
     fn schedule_action(&mut self, action: &Action, now: Time) {
         let Some(schedule) = &mut self.schedule else { return };
-        let bytes = |pages: usize| self.page_bytes * pages as u64;
+        let page_bytes = PoolKind::ALL.map(|pool| self.geometry.page_bytes(pool));
+        let copied = |pairs: &[PagePair]| pairs.iter().map(|pair| page_bytes[pair.pool.index()]).sum();
+        let stored = |items: &[StoreItem]| items.iter().map(|item| page_bytes[item.pool.index()]).sum();
         match action {
             Action::CopyToHost { op, pairs, .. } => {
-                schedule.issue(now, Lane::ToHost, bytes(pairs.len()), EndKey::Copy(*op), 1);
+                schedule.issue(now, Lane::ToHost, copied(pairs), EndKey::Copy(*op), 1);
             }
             Action::CopyToDevice { op, pairs, .. } => {
-                schedule.issue(now, Lane::ToDevice, bytes(pairs.len()), EndKey::Copy(*op), self.layers);
+                let layers = self.geometry.model_layers();
+                schedule.issue(now, Lane::ToDevice, copied(pairs), EndKey::Copy(*op), layers);
             }
             Action::StoreQuery { op, .. } => schedule.issue(now, Lane::Get, 0, EndKey::Query(*op), 1),
             Action::StoreGet { op, batch, items, .. } => {
-                schedule.issue(now, Lane::Get, bytes(items.len()), EndKey::Get(*op, *batch), 1);
+                schedule.issue(now, Lane::Get, stored(items), EndKey::Get(*op, *batch), 1);
             }
             Action::StorePut { op, batch, items, .. } => {
-                schedule.issue(now, Lane::Put, bytes(items.len()), EndKey::Put(*op, *batch), 1);
+                schedule.issue(now, Lane::Put, stored(items), EndKey::Put(*op, *batch), 1);
             }
             Action::StoreCancel { .. } => {}
         }
     }
 
     fn copy(&mut self, op: OpId, direction: Direction, pairs: &[PagePair], after: Fence) {
-        let copy = Copy {
-            op,
-            direction,
-            sources: pairs.iter().map(|p| p.source).collect(),
-            targets: pairs.iter().map(|p| p.target).collect(),
-            after,
-        };
+        let copy = Copy { op, direction, parts: parts_of(pairs), after };
         self.waiting[queue_of(direction)].push_back(copy);
         self.submit_waiting();
     }
@@ -352,16 +384,22 @@ impl Executor {
     /// Submits what the device takes, in order per direction.
     fn submit_waiting(&mut self) {
         for queue in 0..self.waiting.len() {
-            while let Some(copy) = self.waiting[queue].front() {
-                let parts = [CopyPart::full(&copy.sources, &copy.targets)];
-                let by_layer = copy.direction == Direction::HostToDevice;
-                let job = CopyJob { op: copy.op, direction: copy.direction, parts: &parts, by_layer };
+            while let Some(copy) = self.waiting[queue].pop_front() {
                 let op = copy.op;
-                match self.device.submit(&job, copy.after) {
-                    Ok(Submit::Refused(_)) => break,
+                let submitted = {
+                    let parts: SmallVec<[CopyPart<'_>; 3]> =
+                        copy.parts.iter().map(Part::all_planes).collect();
+                    let by_layer = copy.direction == Direction::HostToDevice;
+                    let job = CopyJob { op, direction: copy.direction, parts: &parts, by_layer };
+                    self.device.submit(&job, copy.after)
+                };
+                match submitted {
+                    Ok(Submit::Refused(_)) => {
+                        self.waiting[queue].push_front(copy);
+                        break;
+                    }
                     Ok(Submit::Started(transfer)) => {
-                        let (sources, targets) = (copy.sources.clone(), copy.targets.clone());
-                        self.copies.insert(op, InFlight { transfer, layers_told: 0, sources, targets });
+                        self.copies.insert(op, InFlight { transfer, layers_told: 0, parts: copy.parts });
                     }
                     // Not taken, so the pages were not touched.
                     Err(error) => {
@@ -370,7 +408,6 @@ impl Executor {
                         self.ended(Event::Copied { op, ok: false });
                     }
                 }
-                self.waiting[queue].pop_front();
             }
         }
     }
@@ -407,7 +444,7 @@ impl Executor {
                     Direction::DeviceToDevice => {}
                 }
                 if let Some(copy) = copy {
-                    self.gaps.copied(completion.direction, &copy.sources, &copy.targets);
+                    self.gaps.copied(completion.direction, &copy.parts);
                 }
                 true
             }
@@ -436,14 +473,6 @@ impl Executor {
     }
 
     fn ended(&mut self, event: Event) {
-        let moved = |outcomes: &[PageOutcome]| {
-            outcomes.iter().filter(|o| **o == PageOutcome::Done).count() as u64 * self.page_bytes
-        };
-        match &event {
-            Event::Got { outcomes, .. } => self.bytes.store_get += moved(outcomes),
-            Event::Put { outcomes, .. } => self.bytes.store_put += moved(outcomes),
-            _ => {}
-        }
         match (&self.schedule, event.end_key()) {
             (Some(_), Some(key)) => {
                 self.arrived.insert(key, event);

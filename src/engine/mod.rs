@@ -24,5 +24,5 @@ pub use draft::{DraftPlan, DraftPlanError};
 pub use executor::BytesMoved;
 pub use group::{Member, group};
 pub use registration::{AloneVotes, RankVotes, RegistrationError};
-pub use report::{PlaneReport, StoreReport};
+pub use report::{MissingPlane, PlaneReport, StoreReport};
 pub use request::Request;
