@@ -174,6 +174,7 @@ pub struct Builder {
     votes: Box<dyn RankVotes>,
     agreement: Box<dyn Agreement>,
     scrub: Option<Scrub>,
+    record_ops: bool,
 }
 
 impl fmt::Debug for Builder {
@@ -211,6 +212,7 @@ impl Builder {
             votes: Box::new(AloneVotes),
             agreement: Box::new(Solo),
             scrub: None,
+            record_ops: false,
         }
     }
 
@@ -364,6 +366,13 @@ impl Builder {
         self
     }
 
+    /// Keeps every input of the core, tokens included, for [`PrefixCache::op_log`]: the log of an incident replays to the
+    /// same decisions. Memory grows with every call. Default: off.
+    pub fn record_ops(mut self, record: bool) -> Self {
+        self.record_ops = record;
+        self
+    }
+
     /// Checks everything, takes memory, starts the threads.
     pub fn build(mut self) -> Result<PrefixCache, BuildError> {
         let mut device = self.device.take().ok_or(BuildError::NoDevice)?;
@@ -377,7 +386,10 @@ impl Builder {
         config.host = mapped(PoolKind::Full);
         config.window = config.window.map(|w| WindowConfig { host: mapped(PoolKind::Window), ..w });
         config.state = config.state.map(|s| StateConfig { host: mapped(PoolKind::State), ..s });
-        let core = Core::new(config)?;
+        let mut core = Core::new(config)?;
+        if self.record_ops {
+            core.start_log();
+        }
         if arena.pages(PoolKind::Full) > 0 {
             device.attach_host(Arc::clone(&arena))?;
         }

@@ -11,16 +11,22 @@ use super::delivery::{Delivery, Lane, Moment, Schedule};
 use super::lane::{Ended, Gap, LaneConfig, StoreLane};
 use super::registration::{RankVotes, RegistrationError};
 use super::report::StoreReport;
-use crate::backend::device::{Completion, CopyJob, CopyPart, Device, Direction, Outcome, Submit, Transfer};
+use crate::backend::device::{
+    Completion, CopyJob, CopyPart, Device, DeviceError, Direction, Outcome, Submit, Transfer,
+};
 use crate::backend::host::HostArena;
 use crate::backend::store::Store;
 use crate::base::containers::Map;
 use crate::base::{Fence, NamespaceId, OpId, PageId, Time};
+use crate::key::PageHash;
 use crate::pool::{Geometry, PlaneSet, PoolKind};
 use crate::tiers::{Action, EndKey, Event, PagePair, StoreItem};
 
 /// How long a modelled delivery waits for the real copy before it calls the executor stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(120);
+
+/// Calls that wait for a worker of the store, above which it is not told what was used.
+const TOUCH_WAITING_MAX: usize = 16;
 
 /// Wakes the thread that waits for completions, and the embedder's.
 #[derive(Clone)]
@@ -230,6 +236,20 @@ impl Executor {
         self.device.launched()
     }
 
+    /// See [`Device::note_compute`].
+    pub(super) fn note_compute(&mut self, stream: u64) -> Result<Fence, DeviceError> {
+        self.device.note_compute(stream)
+    }
+
+    /// See [`Device::wait_layer`]. `Ok(false)` also for a load that the device has not taken yet.
+    pub(super) fn wait_layer(&mut self, op: OpId, layer: u32, stream: u64) -> Result<bool, DeviceError> {
+        match self.copies.get(&op) {
+            Some(copy) => self.device.wait_layer(&copy.transfer, layer, stream),
+            // Neither running nor waiting: it has ended, and the core will hear how.
+            None => Ok(!self.waiting.iter().flatten().any(|copy| copy.op == op)),
+        }
+    }
+
     /// What the store has of the planes.
     pub(super) fn report(&self) -> StoreReport {
         self.lane.as_ref().map(StoreLane::report).unwrap_or_default()
@@ -287,6 +307,19 @@ impl Executor {
                 registered.detach(arena, store.as_ref());
                 Err(RegistrationError::Thread(error))
             }
+        }
+    }
+
+    /// Whether there is a store that wants to know what is used.
+    pub(super) fn takes_touches(&self) -> bool {
+        self.lane.as_ref().is_some_and(StoreLane::takes_touches)
+    }
+
+    /// Tells the store of pages that were used. Under modelled delivery what it is told must not depend on how busy it is.
+    pub(super) fn touch(&mut self, namespace: NamespaceId, hashes: Vec<PageHash>) {
+        let waiting_max = if self.schedule.is_some() { usize::MAX } else { TOUCH_WAITING_MAX };
+        if let Some(lane) = &mut self.lane {
+            lane.touch(namespace, hashes, waiting_max);
         }
     }
 

@@ -57,6 +57,10 @@ enum Work {
         batch: u32,
         items: Vec<StoreItem>,
     },
+    /// Nobody waits for it.
+    Touch {
+        hashes: Vec<PageHash>,
+    },
     /// `lacking`: planes that pages of the batch do not have, and that must not be stored.
     Put {
         batch: u32,
@@ -159,7 +163,7 @@ impl StoreLane {
                 let (shared, work, report) = (Arc::clone(&shared), work.clone(), report.clone());
                 std::thread::Builder::new().name(format!("sapwood-store-{i}")).spawn(move || {
                     for job in work {
-                        let ended = shared.run(job);
+                        let Some(ended) = shared.run(job) else { continue };
                         if report.send(ended).is_err() {
                             return;
                         }
@@ -252,6 +256,18 @@ impl StoreLane {
         self.send(op, namespace, Work::Get { batch, items });
     }
 
+    /// Whether telling the store of uses elsewhere can make a difference.
+    pub(super) fn takes_touches(&self) -> bool {
+        self.is_open() && self.shared.store.caps().evicts
+    }
+
+    /// Pages used elsewhere; see [`Store::touch`]. `waiting_max`: left out if so many calls wait for a worker.
+    pub(super) fn touch(&mut self, namespace: NamespaceId, hashes: Vec<PageHash>, waiting_max: usize) {
+        if self.jobs.as_ref().is_some_and(|jobs| jobs.len() < waiting_max) {
+            self.send(OpId(u64::MAX), namespace, Work::Touch { hashes });
+        }
+    }
+
     pub(super) fn put(
         &mut self,
         op: OpId,
@@ -273,7 +289,7 @@ impl StoreLane {
     fn send(&mut self, op: OpId, namespace: NamespaceId, work: Work) {
         let spaces = self.spaces.get(&namespace).cloned().unwrap_or_else(|| Arc::from([]));
         let cancel = match work {
-            Work::Put { .. } => Cancel::new(),
+            Work::Put { .. } | Work::Touch { .. } => Cancel::new(),
             Work::Query { .. } | Work::Get { .. } => self.cancels.entry(op).or_default().clone(),
         };
         if let Some(jobs) = &self.jobs {

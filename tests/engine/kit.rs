@@ -11,8 +11,8 @@ use sapwood::engine::{Builder, MissingPlane, ModelIdentity, PrefixCache, Request
 use sapwood::key::Namespace;
 use sapwood::pool::{Capacities, Capacity, Geometry, Plane, PlaneId, PlaneKind, PoolKind};
 use sapwood::tiers::{
-    Alloc, LoadBack, LoadState, Prefetch, PrefetchConfig, PrefetchPolicy, PrefetchState, StateConfig, StoreConfig,
-    WindowConfig, WritePolicy,
+    Alloc, LoadBack, LoadState, Prefetch, PrefetchConfig, PrefetchPolicy, PrefetchState, StateConfig,
+    StoreConfig, WindowConfig, WritePolicy,
 };
 use sapwood::tree::Component;
 

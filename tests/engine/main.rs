@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test helper that cannot go on has failed")]
 
+mod calls;
 mod components;
 mod fences;
 mod kit;

@@ -269,6 +269,10 @@ impl<S: Store> Store for Faulty<S> {
         self.strike(OpKind::Query, keys, |k| *k, |keys| self.inner.query(keys, call), |_, _, a| a, |_| 0)
     }
 
+    fn touch(&self, keys: &[StoreKey], call: &Call) {
+        self.inner.touch(keys, call);
+    }
+
     fn get(&self, items: &[Item], call: &Call) -> Vec<Outcome> {
         let down = |items: &[Item]| self.inner.get(items, call);
         self.strike(OpKind::Get, items, |i| i.key, down, |i, f, a| self.spoil_get(i, f, a), Item::len)

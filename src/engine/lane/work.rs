@@ -68,7 +68,8 @@ impl Claimed {
 }
 
 impl Shared {
-    pub(super) fn run(&self, job: Job) -> Ended {
+    /// The end of the job, if anybody waits for it.
+    pub(super) fn run(&self, job: Job) -> Option<Ended> {
         let Job { op, spaces, cancel, work } = job;
         let call = match self.call_budget {
             Some(budget) => Call::within(budget).with_cancel(&cancel),
@@ -80,6 +81,12 @@ impl Shared {
             Work::Query { hashes, pools } => {
                 Event::Queried { op, present: self.query(&spaces, &pools, &hashes, &call) }
             }
+            Work::Touch { hashes } => {
+                let keys: Vec<_> =
+                    hashes.iter().flat_map(|h| spaces.iter().map(|space| space.key(&h.0))).collect();
+                self.store.touch(&keys, &call);
+                return None;
+            }
             Work::Get { batch, items } => {
                 let outcomes = self.get(&spaces, &items, &call, &mut read, &mut bytes);
                 Event::Got { op, batch, outcomes }
@@ -89,7 +96,7 @@ impl Shared {
                 Event::Put { op, batch, outcomes }
             }
         };
-        Ended { event, read, bytes }
+        Some(Ended { event, read, bytes })
     }
 
     /// Planes without which a page of the pool is no page.
