@@ -205,6 +205,15 @@ impl Core {
         Ok(layers.map_or(LoadState::Ready, |layers| LoadState::Pending { layers }))
     }
 
+    /// The loads that the request waits for.
+    pub fn loads(&self, id: RequestId) -> Result<&[OpId], CoreError> {
+        let request = self.request_ref(id)?;
+        match request.load_failed {
+            true => Err(CoreError::LoadFailed),
+            false => Ok(&request.loads),
+        }
+    }
+
     pub(super) fn layer_copied(&mut self, op: OpId, layers: u32) {
         match self.loads.ops.get_mut(&op) {
             Some(load) => load.layers = load.layers.max(layers),
