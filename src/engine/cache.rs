@@ -341,6 +341,16 @@ impl PrefixCache {
         Ok(aborted?)
     }
 
+    /// See [`Core::let_window_go`].
+    pub(super) fn let_window_go(&mut self, request: &Request, first: u32) -> Result<(), CacheError> {
+        Ok(self.core.let_window_go(request.id(), first)?)
+    }
+
+    /// See [`Core::take_over`].
+    pub(super) fn take_over(&mut self, to: &mut Request, from: &mut Request) -> Result<(), CacheError> {
+        Ok(self.core.take_over(to.id(), from.id())?)
+    }
+
     /// Tells the time, takes in what has ended and starts what that allows. Time must not go back. With several ranks
     /// this is a round of their [`Agreement`], and the only call that takes in what has ended.
     pub fn tick(&mut self, now: Time) -> Result<(), CacheError> {

@@ -176,11 +176,9 @@ impl Core {
         let request = self.requests.get_mut(id.0).ok_or(CoreError::UnknownRequest)?;
         let computed = (whole - request.shared) as usize;
         let state = request.state.filter(|_| state_fits && computed > 0);
-        let given = InsertComponents {
-            window_from: request.shared,
-            window: request.window.get(..computed).unwrap_or_default(),
-            state,
-        };
+        let window_from = request.own_window_from();
+        let windows = (whole.saturating_sub(window_from) as usize).min(request.window.len());
+        let given = InsertComponents { window_from, window: &request.window[..windows], state };
         let key = Key::new(request.namespace, tokens);
         let opts = InsertOpts {
             count_hits_from: Some(request.counted),
@@ -194,7 +192,7 @@ impl Core {
             Some(held) => self.tree.insert_from(held, key, pages, request.shared, given, opts, &mut out)?,
             None => self.tree.insert_with(key, pages, request.shared, given, opts, &mut out)?,
         };
-        request.window.drain(..computed.min(request.window.len()));
+        request.window.drain(..windows);
         if state.is_some() {
             request.state = None;
         }
@@ -246,6 +244,45 @@ impl Core {
         {
             self.abort_prefetch(op);
         }
+        Ok(())
+    }
+
+    /// Gives back the request's own window pages below page `first` of its table. What was computed elsewhere comes
+    /// with the end of its window only, and pages without content must not be published. O(pages given back).
+    pub fn let_window_go(&mut self, id: RequestId, first: u32) -> Result<(), CoreError> {
+        self.record(|| Op::LetWindowGo(id, first));
+        let request = self.request_mut(id)?;
+        let below = first.saturating_sub(request.own_window_from()) as usize;
+        let gone: Vec<_> = request.window.drain(..below.min(request.window.len())).collect();
+        self.free_component(Component::Window, Tier::Device, &gone);
+        Ok(())
+    }
+
+    /// Moves what the request `from` owns behind the table of `to`: pages, the window pages that go with them, and the
+    /// state, which takes the place of that of `to`. A request whose load failed can thus go on as one that matched
+    /// less. `from` keeps what it shares with the tree. O(pages moved).
+    pub fn take_over(&mut self, to: RequestId, from: RequestId) -> Result<(), CoreError> {
+        self.record(|| Op::TakeOver(to, from));
+        self.request_ref(to)?;
+        let giver = self.request_mut(from)?;
+        if to == from {
+            return Ok(());
+        }
+        let pages = giver.pages.split_off(giver.shared as usize);
+        let mut window = std::mem::take(&mut giver.window);
+        let state = giver.state.take();
+        let taker = self.request_mut(to)?;
+        let mut gone = Vec::new();
+        if window.len() < pages.len() {
+            // A window has no holes.
+            gone = std::mem::replace(&mut taker.window, window);
+        } else {
+            taker.window.append(&mut window);
+        }
+        taker.pages.extend(pages);
+        let old = if state.is_some() { std::mem::replace(&mut taker.state, state) } else { None };
+        self.free_component(Component::Window, Tier::Device, &gone);
+        self.free_component(Component::State, Tier::Device, old.as_slice());
         Ok(())
     }
 

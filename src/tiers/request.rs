@@ -37,7 +37,8 @@ pub(super) struct Request {
     /// Loads this request waits for.
     pub(super) loads: SmallVec<[OpId; 2]>,
     pub(super) load_failed: bool,
-    /// Own window pages, one per own page; empty without the component.
+    /// Own window pages, those of the last pages of the table: one per own page, fewer where the request let some go,
+    /// none without the component.
     pub(super) window: Vec<PageId>,
     /// Own state slot.
     pub(super) state: Option<PageId>,
@@ -82,5 +83,10 @@ impl Request {
     /// Pages that belong to the request itself.
     pub(super) fn own(&self) -> &[PageId] {
         &self.pages[self.shared as usize..]
+    }
+
+    /// Place of the first own window page.
+    pub(super) fn own_window_from(&self) -> u32 {
+        (self.pages.len() - self.window.len()) as u32
     }
 }

@@ -218,7 +218,8 @@ impl Decode {
                     self.receiver.handle_restored(now, key);
                 }
                 Restore::Failed { from } => {
-                    let gap = self.pool.reserve_gap(key, from).ok();
+                    let want = self.receiver.want_topup(key, from);
+                    let gap = want.and_then(|w| self.pool.reserve_gap(key, &w).ok());
                     if self.receiver.handle_restore_failed(now, key, from, gap).is_err() {
                         // Over already, or it cannot be topped up; then it fails, and pages come back with it.
                         let _ = self.receiver.abort(now, key);

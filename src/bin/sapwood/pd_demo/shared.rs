@@ -48,8 +48,9 @@ impl Rank {
         };
         let pages = Capacity::Pages(args.pages);
         let device = SoftDevice::new(geometry.clone(), Capacities::full(pages), options)?;
-        let shape = ModelShape { model: 1, heads_total: HEADS, heads_here: HEADS, first_layer: 0 };
-        let layout = layer_first_layout(&geometry, args.pages, shape)?;
+        let shape =
+            ModelShape { model: 1, heads_total: HEADS, heads_here: HEADS, first_layer: 0, window_tokens: 0 };
+        let layout = layer_first_layout(&geometry, |pool| device.memory().pages(pool), shape)?;
         let cache = PrefixCache::builder(geometry)
             .device(device.clone())
             .host_pages(pages)
