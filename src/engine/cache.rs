@@ -202,6 +202,11 @@ impl PrefixCache {
         }
     }
 
+    /// See [`Core::hold_until`].
+    pub fn hold_until(&mut self, request: &mut Request, until: Time) -> Result<(), CacheError> {
+        Ok(self.core.hold_until(request.id(), until)?)
+    }
+
     /// See [`Core::prefetch`].
     pub fn prefetch(&mut self, request: &mut Request, tokens: &[u32]) -> Result<Prefetch, CacheError> {
         let started = self.core.prefetch(request.id(), tokens);
