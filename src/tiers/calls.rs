@@ -6,7 +6,7 @@ use super::outcome::{Alloc, Checkpoint, MatchInfo, Refusal};
 use super::request::{HostPart, Request, RequestId};
 use crate::base::{Fence, NamespaceId, Tier, Time};
 use crate::key::Key;
-use crate::tree::{Component, InsertComponents, InsertOpts, InsertOut, TreeError};
+use crate::tree::{Component, InsertComponents, InsertOpts, TreeError};
 
 impl Core {
     /// Opens a request. It holds nothing until it matches or allocates.
@@ -43,7 +43,8 @@ impl Core {
             return Err(CoreError::RequestHasPages { own_pages });
         }
         let namespace = request.namespace;
-        let mut pages = Vec::new();
+        // Room for what it will compute, too.
+        let mut pages = Vec::with_capacity(tokens.len() / self.config.page_size as usize + 1);
         let (found, lock, pin) = self.tree.match_and_lock(Key::new(namespace, tokens), &mut pages);
         self.release_holdings(id)?;
         self.note_blocked(found.node);
@@ -75,7 +76,11 @@ impl Core {
     /// next event. O(pages granted + pages evicted x log nodes).
     pub fn alloc(&mut self, id: RequestId, pages: u32) -> Result<Alloc, CoreError> {
         self.record(|| Op::Alloc(id, pages));
-        let owns_state = self.request_ref(id)?.state.is_some();
+        let request = self.request_ref(id)?;
+        if request.match_ended {
+            return Err(CoreError::MatchEnded);
+        }
+        let owns_state = request.state.is_some();
         let room = self.make_device_room(pages);
         self.settle_components();
         if !room {
@@ -95,6 +100,7 @@ impl Core {
             self.refused(Refusal::NoComponentPages);
             return Ok(Alloc::Refused { short_pages: windows.max(states), coming_pages: 0 });
         }
+        self.hold_on(id);
         let request = self.requests.get_mut(id.0).ok_or(CoreError::UnknownRequest)?;
         request.window.append(&mut window);
         request.state = request.state.or(state.pop());
@@ -130,9 +136,7 @@ impl Core {
     ) -> Result<Checkpoint, CoreError> {
         self.fence = self.fence.and(last_use);
         let request = self.request_ref(id)?;
-        if request.load_failed {
-            return Err(CoreError::LoadFailed);
-        }
+        request.check_usable()?;
         let page_size = self.config.page_size as usize;
         let whole = (tokens.len() / page_size) as u32;
         let published = request.shared as usize * page_size;
@@ -185,7 +189,7 @@ impl Core {
             names: request.names.as_ref(),
             ..InsertOpts::default()
         };
-        let mut out = InsertOut::default();
+        let mut out = std::mem::take(&mut self.scratch.inserted);
         let pages = &request.pages[..whole as usize];
         // What the request holds was compared when it was matched or published.
         let done = match &request.lock {
@@ -211,7 +215,9 @@ impl Core {
             Some(node) => self.write_through(node),
             None => self.catch_up_components(done.node),
         }
-        Ok(out.returned.len() as u32)
+        let duplicate_pages = out.returned.len() as u32;
+        self.scratch.inserted = out;
+        Ok(duplicate_pages)
     }
 
     /// Publishes as [`checkpoint`](Core::checkpoint), gives back the pages behind the last whole page, lets go of
@@ -263,7 +269,10 @@ impl Core {
     /// less. `from` keeps what it shares with the tree. O(pages moved).
     pub fn take_over(&mut self, to: RequestId, from: RequestId) -> Result<(), CoreError> {
         self.record(|| Op::TakeOver(to, from));
-        self.request_ref(to)?;
+        if self.request_ref(to)?.match_ended {
+            return Err(CoreError::MatchEnded);
+        }
+        self.hold_on(to);
         let giver = self.request_mut(from)?;
         if to == from {
             return Ok(());
@@ -294,9 +303,11 @@ impl Core {
     }
 
     /// Gives back own pages, lock and pin; the prefetch goes on.
-    fn release_holdings(&mut self, id: RequestId) -> Result<(), CoreError> {
+    pub(super) fn release_holdings(&mut self, id: RequestId) -> Result<(), CoreError> {
         self.ahead_due = true;
+        self.hold_on(id);
         let request = self.request_mut(id)?;
+        request.match_ended = false;
         let own = request.own().to_vec();
         let lock = request.lock.take();
         let host = request.host.take();

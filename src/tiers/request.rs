@@ -2,6 +2,7 @@
 
 use smallvec::SmallVec;
 
+use super::core::CoreError;
 use super::outcome::PrefetchEnd;
 use crate::base::slab::SlabKey;
 use crate::base::{NamespaceId, NodeId, OpId, PageId, Time};
@@ -37,6 +38,10 @@ pub(super) struct Request {
     /// Loads this request waits for.
     pub(super) loads: SmallVec<[OpId; 2]>,
     pub(super) load_failed: bool,
+    /// When its match ends by itself.
+    pub(super) holds_until: Option<Time>,
+    /// It did; the request holds nothing.
+    pub(super) match_ended: bool,
     /// Own window pages, those of the last pages of the table: one per own page, fewer where the request let some go,
     /// none without the component.
     pub(super) window: Vec<PageId>,
@@ -68,6 +73,8 @@ impl Request {
             node: None,
             loads: SmallVec::new(),
             load_failed: false,
+            holds_until: None,
+            match_ended: false,
             window: Vec::new(),
             state: None,
             names: None,
@@ -77,6 +84,15 @@ impl Request {
             prefetch_not_before: Time::ZERO,
             counted_on_tokens: 0,
             blocked_since: None,
+        }
+    }
+
+    /// A request that lost what it rests on must match again.
+    pub(super) fn check_usable(&self) -> Result<(), CoreError> {
+        match (self.load_failed, self.match_ended) {
+            (true, _) => Err(CoreError::LoadFailed),
+            (_, true) => Err(CoreError::MatchEnded),
+            _ => Ok(()),
         }
     }
 

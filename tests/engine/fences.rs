@@ -78,8 +78,9 @@ fn backups_leave_at_the_tick_or_when_their_room_is_asked_for() {
     };
     publish(&mut cache, [1, 2]);
     publish(&mut cache, [3, 4]);
-    assert_eq!(device.in_flight(), 0);
+    assert_eq!((device.in_flight(), cache.next_due()), (0, Some(Time::ZERO)));
     cache.tick(Time(1)).unwrap();
+    assert_eq!(cache.next_due(), None);
     assert_eq!(device.in_flight(), 2);
     device.finish_all();
     cache.tick(Time(2)).unwrap();
