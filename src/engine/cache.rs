@@ -273,6 +273,10 @@ impl PrefixCache {
             self.will_compute(request, pages as usize)?;
         }
         self.run_actions(self.now);
+        if granted != Ok(Alloc::Granted) {
+            // What would make room may wait for the end of the step.
+            self.executor.flush();
+        }
         Ok(granted?)
     }
 
@@ -296,7 +300,8 @@ impl PrefixCache {
         Ok(self.core.pages(request.id())?)
     }
 
-    /// See [`Core::checkpoint`].
+    /// See [`Core::checkpoint`]. Backups that this makes due start at the next [`tick`](Self::tick), or when
+    /// [`alloc`](Self::alloc) finds too little room: those of a step leave together.
     pub fn checkpoint(
         &mut self,
         request: &mut Request,
@@ -340,6 +345,7 @@ impl PrefixCache {
     /// this is a round of their [`Agreement`], and the only call that takes in what has ended.
     pub fn tick(&mut self, now: Time) -> Result<(), CacheError> {
         let now = now.max(self.now);
+        self.executor.flush();
         self.take_events(now)?;
         if self.agreement.ranks() > 1 {
             self.agree(now)?;
@@ -347,15 +353,16 @@ impl PrefixCache {
         self.now = now;
         self.core.tick(now);
         self.run_actions(now);
+        self.executor.flush();
         Ok(())
     }
 
     /// When a [`tick`](Self::tick) will find something although the scheduler does nothing: the next modelled
-    /// completion or retry. Under [`Delivery::AsCompleted`](super::Delivery::AsCompleted) completions are not
+    /// completion or retry, or backups that wait for the end of the step. Under [`Delivery::AsCompleted`](super::Delivery::AsCompleted) completions are not
     /// known ahead; use the waker.
     #[must_use]
     pub fn next_due(&self) -> Option<Time> {
-        if self.agreement.owes() {
+        if self.agreement.owes() || self.executor.holds() {
             return Some(self.now);
         }
         match (self.executor.next_due(), self.core.next_timeout()) {

@@ -161,6 +161,8 @@ pub(super) struct Executor {
     gaps: Gaps,
     geometry: Arc<Geometry>,
     waiting: [VecDeque<Copy>; 2],
+    /// How many of the copies to the host, from the back, wait for [`flush`](Executor::flush).
+    held: usize,
     copies: BTreeMap<OpId, InFlight>,
     schedule: Option<Schedule>,
     /// Real ends that wait for their moment (modelled delivery).
@@ -205,6 +207,7 @@ impl Executor {
             gaps: Gaps::default(),
             geometry,
             waiting: [VecDeque::new(), VecDeque::new()],
+            held: 0,
             copies: BTreeMap::new(),
             schedule: match delivery {
                 Delivery::AsCompleted => None,
@@ -410,14 +413,36 @@ impl Executor {
 
     fn copy(&mut self, op: OpId, direction: Direction, pairs: &[PagePair], after: Fence) {
         let copy = Copy { op, direction, parts: parts_of(pairs), after };
-        self.waiting[queue_of(direction)].push_back(copy);
-        self.submit_waiting();
+        let queue = queue_of(direction);
+        self.waiting[queue].push_back(copy);
+        // Nobody waits for a backup, and a device wants few large submissions (its wake-up or launch costs the scheduler's
+        // thread 5 to 10 us): those of a step leave together. A load is waited for.
+        if queue == TO_HOST {
+            self.held += 1;
+        } else {
+            self.submit_waiting();
+        }
+    }
+
+    /// Whether copies to the host wait for [`flush`](Executor::flush).
+    pub(super) fn holds(&self) -> bool {
+        self.held > 0
+    }
+
+    /// Hands the device the copies to the host that were decided since the last time.
+    pub(super) fn flush(&mut self) {
+        if std::mem::take(&mut self.held) > 0 {
+            self.submit_waiting();
+        }
     }
 
     /// Submits what the device takes, in order per direction.
     fn submit_waiting(&mut self) {
         for queue in 0..self.waiting.len() {
-            while let Some(copy) = self.waiting[queue].pop_front() {
+            let held = if queue == TO_HOST { self.held } else { 0 };
+            while self.waiting[queue].len() > held
+                && let Some(copy) = self.waiting[queue].pop_front()
+            {
                 let op = copy.op;
                 let submitted = {
                     let parts: SmallVec<[CopyPart<'_>; 3]> =
@@ -542,6 +567,7 @@ impl Executor {
 
     fn wait_for(&mut self, key: EndKey) -> Result<(), Stuck> {
         let until = Instant::now() + STUCK_AFTER;
+        self.flush();
         loop {
             self.collect();
             if self.arrived.contains_key(&key) {
@@ -568,6 +594,9 @@ impl Executor {
         self.device.close(wait_max).unfinished
     }
 }
+
+/// Index of the copies to the host in [`Executor::waiting`].
+const TO_HOST: usize = 0;
 
 fn queue_of(direction: Direction) -> usize {
     usize::from(direction == Direction::HostToDevice)

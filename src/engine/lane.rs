@@ -50,7 +50,7 @@ pub(super) struct Gap {
 #[derive(Debug)]
 enum Work {
     Query {
-        hashes: Vec<PageHash>,
+        hashes: Arc<[PageHash]>,
         pools: Vec<PoolKind>,
     },
     Get {
@@ -246,7 +246,7 @@ impl StoreLane {
         &mut self,
         op: OpId,
         namespace: NamespaceId,
-        hashes: Vec<PageHash>,
+        hashes: Arc<[PageHash]>,
         pools: Vec<PoolKind>,
     ) {
         self.send(op, namespace, Work::Query { hashes, pools });

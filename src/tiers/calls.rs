@@ -182,7 +182,11 @@ impl Core {
             state,
         };
         let key = Key::new(request.namespace, tokens);
-        let opts = InsertOpts { count_hits_from: Some(request.counted), ..InsertOpts::default() };
+        let opts = InsertOpts {
+            count_hits_from: Some(request.counted),
+            names: request.names.as_ref(),
+            ..InsertOpts::default()
+        };
         let mut out = InsertOut::default();
         let pages = &request.pages[..whole as usize];
         // What the request holds was compared when it was matched or published.

@@ -5,6 +5,7 @@ use smallvec::SmallVec;
 use super::outcome::PrefetchEnd;
 use crate::base::slab::SlabKey;
 use crate::base::{NamespaceId, NodeId, OpId, PageId, Time};
+use crate::key::PageNames;
 use crate::tree::{DeviceLock, HostPin};
 
 /// Name of a request inside a core.
@@ -40,6 +41,8 @@ pub(super) struct Request {
     pub(super) window: Vec<PageId>,
     /// Own state slot.
     pub(super) state: Option<PageId>,
+    /// Names of the pages that its last prefetch looked for; kept so that publishing them does not hash them again.
+    pub(super) names: Option<PageNames>,
     pub(super) prefetch: Option<OpId>,
     pub(super) prefetch_end: Option<PrefetchEnd>,
     /// Prefetches started.
@@ -66,6 +69,7 @@ impl Request {
             load_failed: false,
             window: Vec::new(),
             state: None,
+            names: None,
             prefetch: None,
             prefetch_end: None,
             prefetch_attempts: 0,

@@ -54,6 +54,8 @@ pub struct Stats {
     pub store_corrupt_pages: u64,
     /// Prefetches started.
     pub prefetches: u64,
+    /// Page hashes computed to ask stores; [`TreeStats::hashed_pages`](crate::tree::TreeStats::hashed_pages) has the others.
+    pub hashed_pages: u64,
     /// Tokens that stores said they hold.
     pub prefetch_hit_tokens: u64,
     /// Tokens that prefetches brought to the host.

@@ -57,8 +57,9 @@ fn on_the_host() -> (PrefixCache, SoftDevice, Request, Vec<u32>) {
     let computed = cache.note_compute(0).unwrap();
     assert_eq!(computed, device.fence());
     cache.finish(first, &tokens, computed).unwrap();
-    device.finish_all();
     cache.tick(Time(1)).unwrap();
+    device.finish_all();
+    cache.tick(Time(2)).unwrap();
     let mut all = cache.request(NamespaceId::DEFAULT);
     assert_eq!(cache.alloc(&mut all, 8).unwrap(), Alloc::Granted);
     cache.abort(all, Fence::SETTLED).unwrap();
