@@ -430,6 +430,10 @@ impl Executor {
         // thread 5 to 10 us): those of a step leave together. A load is waited for.
         if queue == TO_HOST {
             self.held += 1;
+            if self.held == 1 {
+                // Whoever only ticks when it is woken has to be.
+                self.lane_config.bell.ring();
+            }
         } else {
             self.submit_waiting();
         }
