@@ -26,6 +26,30 @@ impl Ends {
     const EMPTY: Ends = Ends { oldest: NIL, newest: NIL };
 }
 
+/// Neighbours in a list on their way out of it.
+#[derive(Clone, Copy)]
+pub(super) struct Stretch {
+    oldest: u32,
+    /// What lies on the newer side of the newest of them.
+    next: u32,
+    listed: Listed,
+}
+
+impl Stretch {
+    pub(super) const EMPTY: Stretch = Stretch { oldest: NIL, next: NIL, listed: Listed::Nowhere };
+}
+
+/// Nodes of a path that stand at the newest end of a list, which does not know it yet.
+#[derive(Clone, Copy)]
+pub(super) struct Entered {
+    newest: u32,
+    listed: Listed,
+}
+
+impl Entered {
+    pub(super) const NONE: Entered = Entered { newest: NIL, listed: Listed::Nowhere };
+}
+
 /// The two eviction orders and the list of reclaimable mirrors.
 #[derive(Clone, Debug)]
 pub(super) struct Orders {
@@ -106,8 +130,7 @@ fn link_above(nodes: &mut [Node], ends: &mut Ends, at: u32, below: u32, links: F
 }
 
 /// What lists are sorted by. Of nodes with one tick, which lie on one path, the deepest is the oldest.
-fn age(nodes: &[Node], at: u32) -> (u64, Reverse<u32>) {
-    let node = &nodes[at as usize];
+fn age(node: &Node) -> (u64, Reverse<u32>) {
     (node.tick, Reverse(node.depth))
 }
 
@@ -250,11 +273,14 @@ impl Orders {
     #[inline]
     fn link_by_age(&mut self, nodes: &mut [Node], at: u32, want: Listed) {
         let ends = &mut self.lists[want as usize];
-        if ends.newest == NIL || age(nodes, ends.newest) < age(nodes, at) {
-            link_newest(nodes, ends, at, order_links);
-        } else {
-            self.link_back(nodes, at, want);
+        let mine = age(&nodes[at as usize]);
+        match nodes.get_mut(ends.newest as usize) {
+            Some(newest) if age(newest) >= mine => return self.link_back(nodes, at, want),
+            Some(newest) => newest.order.newer = at,
+            None => ends.oldest = at,
         }
+        nodes[at as usize].order = Links { older: ends.newest, newer: NIL };
+        ends.newest = at;
     }
 
     /// The rest of `link_by_age`: a search from both ends of the order and from the place of the last such call at once,
@@ -262,24 +288,24 @@ impl Orders {
     #[inline(never)]
     fn link_back(&mut self, nodes: &mut [Node], at: u32, want: Listed) {
         let (ends, finger) = (&mut self.lists[want as usize], &mut self.fingers[want as usize]);
-        let mine = age(nodes, at);
+        let mine = age(&nodes[at as usize]);
         let (mut low, mut high, mut near) = (ends.oldest, ends.newest, *finger);
         if nodes.get(near as usize).is_none_or(|node| node.listed != want || near == at) {
             near = high;
         }
         let border = loop {
-            if age(nodes, low) > mine {
+            if age(&nodes[low as usize]) > mine {
                 break nodes[low as usize].order.older;
             }
             low = nodes[low as usize].order.newer;
             let next = nodes[high as usize].order.older;
-            if next == NIL || age(nodes, next) < mine {
+            if next == NIL || age(&nodes[next as usize]) < mine {
                 break next;
             }
             high = next;
-            let (links, older) = (nodes[near as usize].order, age(nodes, near) < mine);
+            let (links, older) = (nodes[near as usize].order, age(&nodes[near as usize]) < mine);
             let next = if older { links.newer } else { links.older };
-            if next == NIL || (age(nodes, next) < mine) != older {
+            if next == NIL || (age(&nodes[next as usize]) < mine) != older {
                 break if older { near } else { next };
             }
             near = next;
@@ -291,13 +317,41 @@ impl Orders {
         }
     }
 
-    /// A node lost its last lock: it may enter an order, where its tick belongs. Mirrors do not depend on locks.
+    /// A node lost its last lock: it may enter an order, where its tick belongs. Mirrors do not depend on locks. `below` is
+    /// what entered just before on the same path, further down; [`entered`](Orders::entered) ends it.
     #[inline]
-    pub(super) fn unlocked(&mut self, arena: &mut Arena, at: u32) {
-        let want = self.place(at, &arena.nodes[at as usize]);
-        self.enter(arena, at, want);
-        if self.has_components {
-            self.rekey_components(arena, at);
+    pub(super) fn unlocked(&mut self, arena: &mut Arena, at: u32, below: &mut Entered) {
+        let node = &mut arena.nodes[at as usize];
+        if node.device != Residency::Present || !self.policy.is_list() || self.has_components {
+            self.entered(*below);
+            *below = Entered::NONE;
+            let want = self.place(at, &arena.nodes[at as usize]);
+            self.enter(arena, at, want);
+            if self.has_components {
+                self.rekey_components(arena, at);
+            }
+            return;
+        }
+        let want = DEVICE_ORDERS[usize::from(node.refs > 0)];
+        node.listed = want;
+        if below.listed == want {
+            // Used no earlier than what lies below it, which is the newest of all.
+            node.order = Links { older: below.newest, newer: NIL };
+            arena.nodes[below.newest as usize].order.newer = at;
+            below.newest = at;
+            return;
+        }
+        self.entered(*below);
+        self.link_by_age(&mut arena.nodes, at, want);
+        let is_newest = self.lists[want as usize].newest == at;
+        *below = if is_newest { Entered { newest: at, listed: want } } else { Entered::NONE };
+    }
+
+    /// The last node of a path has entered.
+    #[inline]
+    pub(super) fn entered(&mut self, path: Entered) {
+        if path.listed != Listed::Nowhere {
+            self.lists[path.listed as usize].newest = path.newest;
         }
     }
 
@@ -309,6 +363,45 @@ impl Orders {
             (Listed::Nowhere, _) => {}
             (_, true) => unlink(&mut arena.nodes, &mut self.lists[listed as usize], at, order_links),
             (_, false) => self.set_aside(listed, at),
+        }
+    }
+
+    /// Takes a node out of its order as the next of a path that goes up. Such nodes are neighbours in a list, and leave it
+    /// together when [`leave_together`](Orders::leave_together) is told that there are no more.
+    #[inline]
+    pub(super) fn leave_with(&mut self, arena: &mut Arena, at: u32, stretch: &mut Stretch) {
+        let node = &mut arena.nodes[at as usize];
+        let listed = std::mem::replace(&mut node.listed, Listed::Nowhere);
+        if listed == Listed::Nowhere {
+            return;
+        }
+        if !self.policy.is_list() {
+            return self.set_aside(listed, at);
+        }
+        let newer = node.order.newer;
+        if (stretch.next, stretch.listed) != (at, listed) {
+            self.leave_together(arena, *stretch);
+            (stretch.oldest, stretch.listed) = (at, listed);
+        }
+        stretch.next = newer;
+    }
+
+    /// Takes neighbours out of their list.
+    #[inline]
+    pub(super) fn leave_together(&mut self, arena: &mut Arena, stretch: Stretch) {
+        let Stretch { oldest, next: newer, listed } = stretch;
+        if listed == Listed::Nowhere {
+            return;
+        }
+        let older = arena.nodes[oldest as usize].order.older;
+        let ends = &mut self.lists[listed as usize];
+        match older {
+            NIL => ends.oldest = newer,
+            _ => arena.nodes[older as usize].order.newer = newer,
+        }
+        match newer {
+            NIL => ends.newest = older,
+            _ => arena.nodes[newer as usize].order.older = older,
         }
     }
 
@@ -408,7 +501,9 @@ impl Orders {
     fn add_mirror(&mut self, arena: &mut Arena, at: u32) {
         arena.nodes[at as usize].mirrored = true;
         match self.mirrors.newest {
-            newest if newest != NIL && age(&arena.nodes, at) < age(&arena.nodes, newest) => {
+            newest
+                if newest != NIL && age(&arena.nodes[at as usize]) < age(&arena.nodes[newest as usize]) =>
+            {
                 self.old_mirrors.set(at, mirror_key(&arena.nodes[at as usize]));
             }
             _ => link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links),
@@ -425,7 +520,9 @@ impl Orders {
     pub(super) fn latest_mirror(&self, arena: &Arena) -> Option<u32> {
         let listed = Some(self.mirrors.newest).filter(|&at| at != NIL);
         match (listed, self.old_mirrors.peek()) {
-            (Some(a), Some(b)) => Some(if age(&arena.nodes, a) > age(&arena.nodes, b) { a } else { b }),
+            (Some(a), Some(b)) => {
+                Some(if age(&arena.nodes[a as usize]) > age(&arena.nodes[b as usize]) { a } else { b })
+            }
             (a, b) => a.or(b),
         }
     }
@@ -440,7 +537,14 @@ impl Orders {
     /// Tells the order that learns that a node's last use moves to `tick`.
     #[inline]
     fn renew(&mut self, arena: &Arena, at: u32, tick: u64) {
-        if let Some(adaptive) = self.adaptive.as_mut().filter(|_| at != ROOT) {
+        if let Some(adaptive) = &mut self.adaptive {
+            Self::tell_adaptive(adaptive, arena, at, tick);
+        }
+    }
+
+    #[inline(never)]
+    fn tell_adaptive(adaptive: &mut Adaptive, arena: &Arena, at: u32, tick: u64) {
+        if at != ROOT {
             let node = &arena.nodes[at as usize];
             adaptive.renew((node.tick, tick), node.pages);
         }
@@ -449,13 +553,21 @@ impl Orders {
     #[inline]
     fn set_tick(&mut self, arena: &mut Arena, at: u32, tick: u64) {
         let node = &mut arena.nodes[at as usize];
-        if node.tick == tick {
+        if node.mirrored || self.has_components {
+            self.set_tick_of_ranked(arena, at, tick);
+        } else {
+            node.tick = tick;
+        }
+    }
+
+    /// The same for a node that stands in an order which is not one of eviction.
+    #[inline(never)]
+    fn set_tick_of_ranked(&mut self, arena: &mut Arena, at: u32, tick: u64) {
+        if arena.nodes[at as usize].tick == tick {
             return;
         }
-        let mirrored = node.mirrored;
-        if mirrored {
-            self.remove_mirror(arena, at);
-        }
+        let mirrored = arena.nodes[at as usize].mirrored;
+        self.remove_mirror(arena, at);
         arena.nodes[at as usize].tick = tick;
         if mirrored {
             self.add_mirror(arena, at);
