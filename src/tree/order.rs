@@ -134,6 +134,36 @@ fn age(node: &Node) -> (u64, Reverse<u32>) {
     (node.tick, Reverse(node.depth))
 }
 
+/// Most nodes that [`place_by_age`] looks at. Operations end near an end of the order or near one another; one that does
+/// not would have to pass over thousands of nodes, a cache miss each, for the sake of a place that nobody could tell from
+/// another.
+const PLACES_MAX: u32 = 768;
+
+/// The node behind which one of age `mine` belongs, `NIL` for the oldest end, `None` if it lies too far; and how many nodes
+/// were looked at. Looks from both ends and from `near` at once, which costs the shortest of the three ways. The newest
+/// node is newer than `mine`.
+fn place_by_age(nodes: &[Node], ends: Ends, near: u32, mine: (u64, Reverse<u32>)) -> (Option<u32>, u32) {
+    let (mut low, mut high, mut near) = (ends.oldest, ends.newest, near);
+    for looked_at in (3..=PLACES_MAX).step_by(3) {
+        if age(&nodes[low as usize]) > mine {
+            return (Some(nodes[low as usize].order.older), looked_at);
+        }
+        low = nodes[low as usize].order.newer;
+        let next = nodes[high as usize].order.older;
+        if next == NIL || age(&nodes[next as usize]) < mine {
+            return (Some(next), looked_at);
+        }
+        high = next;
+        let (links, older) = (nodes[near as usize].order, age(&nodes[near as usize]) < mine);
+        let next = if older { links.newer } else { links.older };
+        if next == NIL || (age(&nodes[next as usize]) < mine) != older {
+            return (Some(if older { near } else { next }), looked_at);
+        }
+        near = next;
+    }
+    (None, PLACES_MAX)
+}
+
 /// The same for a heap that yields the latest first.
 pub(super) fn mirror_key(node: &Node) -> HeapKey {
     (!node.tick, u64::from(node.depth))
@@ -238,7 +268,7 @@ impl Orders {
 
     /// Brings list membership in line with the state of a node. A node that enters an order enters where its tick
     /// belongs. O(log leaves) under a heap policy; in a list O(1) for a node that was just used, and for one that an
-    /// operation gives back as far as its place is from the nearest end or from the last such place.
+    /// operation gives back as far as its place is from the nearest end or from the last such place, up to a limit.
     pub(super) fn refresh(&mut self, arena: &mut Arena, rule: BackupRule, at: u32) {
         let node = &mut arena.nodes[at as usize];
         let want = self.place(at, node);
@@ -263,7 +293,7 @@ impl Orders {
             return;
         }
         if self.policy.is_list() {
-            self.link_by_age(&mut arena.nodes, at, want);
+            self.link_by_age(arena, at, want);
         } else {
             self.rekey(arena, at);
         }
@@ -271,50 +301,45 @@ impl Orders {
 
     /// Links a node behind everything older. O(1) for one that was just used.
     #[inline]
-    fn link_by_age(&mut self, nodes: &mut [Node], at: u32, want: Listed) {
+    fn link_by_age(&mut self, arena: &mut Arena, at: u32, want: Listed) {
         let ends = &mut self.lists[want as usize];
-        let mine = age(&nodes[at as usize]);
-        match nodes.get_mut(ends.newest as usize) {
-            Some(newest) if age(newest) >= mine => return self.link_back(nodes, at, want),
+        let mine = age(&arena.nodes[at as usize]);
+        match arena.nodes.get_mut(ends.newest as usize) {
+            Some(newest) if age(newest) >= mine => return self.link_back(arena, at, want),
             Some(newest) => newest.order.newer = at,
             None => ends.oldest = at,
         }
-        nodes[at as usize].order = Links { older: ends.newest, newer: NIL };
+        arena.nodes[at as usize].order = Links { older: ends.newest, newer: NIL };
         ends.newest = at;
     }
 
-    /// The rest of `link_by_age`: a search from both ends of the order and from the place of the last such call at once,
-    /// which costs the shortest of the three ways.
+    /// The rest of `link_by_age`: the place is looked for. If it is too far from where it should be, the node and what lies
+    /// above it count as used now. O([`PLACES_MAX`]), or O(path) then.
     #[inline(never)]
-    fn link_back(&mut self, nodes: &mut [Node], at: u32, want: Listed) {
-        let (ends, finger) = (&mut self.lists[want as usize], &mut self.fingers[want as usize]);
+    fn link_back(&mut self, arena: &mut Arena, at: u32, want: Listed) {
+        let nodes = &mut arena.nodes;
         let mine = age(&nodes[at as usize]);
-        let (mut low, mut high, mut near) = (ends.oldest, ends.newest, *finger);
-        if nodes.get(near as usize).is_none_or(|node| node.listed != want || near == at) {
-            near = high;
-        }
-        let border = loop {
-            if age(&nodes[low as usize]) > mine {
-                break nodes[low as usize].order.older;
-            }
-            low = nodes[low as usize].order.newer;
-            let next = nodes[high as usize].order.older;
-            if next == NIL || age(&nodes[next as usize]) < mine {
-                break next;
-            }
-            high = next;
-            let (links, older) = (nodes[near as usize].order, age(&nodes[near as usize]) < mine);
-            let next = if older { links.newer } else { links.older };
-            if next == NIL || (age(&nodes[next as usize]) < mine) != older {
-                break if older { near } else { next };
-            }
-            near = next;
+        let ends = &mut self.lists[want as usize];
+        let finger = self.fingers[want as usize];
+        let near = if nodes.get(finger as usize).is_some_and(|node| node.listed == want && finger != at) {
+            finger
+        } else {
+            ends.newest
         };
-        *finger = at;
-        match border {
-            NIL => link_oldest(nodes, ends, at, order_links),
-            _ => link_above(nodes, ends, at, border, order_links),
+        match place_by_age(nodes, *ends, near, mine).0 {
+            Some(NIL) => link_oldest(nodes, ends, at, order_links),
+            Some(below) => link_above(nodes, ends, at, below, order_links),
+            None => {
+                link_newest(nodes, ends, at, order_links);
+                self.tick += 1;
+                let mut up = at;
+                while up != ROOT {
+                    self.touch(arena, up);
+                    up = arena.nodes[up as usize].parent;
+                }
+            }
         }
+        self.fingers[want as usize] = at;
     }
 
     /// A node lost its last lock: it may enter an order, where its tick belongs. Mirrors do not depend on locks. `below` is
@@ -342,7 +367,7 @@ impl Orders {
             return;
         }
         self.entered(*below);
-        self.link_by_age(&mut arena.nodes, at, want);
+        self.link_by_age(arena, at, want);
         let is_newest = self.lists[want as usize].newest == at;
         *below = if is_newest { Entered { newest: at, listed: want } } else { Entered::NONE };
     }
@@ -642,6 +667,45 @@ impl Orders {
         if self.has_components {
             self.refresh_components(arena, prefix);
             self.refresh_components(arena, suffix);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A list of `count` nodes of ticks 10, 20, 30, ...
+    fn list_of(count: u32) -> (Vec<Node>, Ends) {
+        let (mut nodes, mut ends) = (Vec::new(), Ends::EMPTY);
+        for at in 0..count {
+            nodes.push(Node { tick: u64::from(at + 1) * 10, ..Node::root() });
+            link_newest(&mut nodes, &mut ends, at, order_links);
+        }
+        (nodes, ends)
+    }
+
+    #[test]
+    fn a_place_is_found_from_the_nearest_of_three_or_not_at_all() {
+        let (nodes, ends) = list_of(100_000);
+        let place = |tick: u64, near: u32| place_by_age(&nodes, ends, near, (tick, Reverse(0)));
+        assert_eq!(place(5, ends.newest), (Some(NIL), 3));
+        assert_eq!(place(999_995, ends.newest).0, Some(99_998));
+        for near in [49_000, 49_900, 50_000, 50_100] {
+            let (found, looked_at) = place(500_005, near);
+            let far = near.abs_diff(49_999);
+            assert_eq!(found, (3 * far < PLACES_MAX).then_some(49_999), "from {near}");
+            assert!(looked_at <= PLACES_MAX.min(3 * far + 6), "{looked_at} from {near}");
+        }
+        assert_eq!(place(500_005, ends.newest), (None, PLACES_MAX));
+        // Every place of a short list, from everywhere.
+        let (nodes, ends) = list_of(30);
+        for place in 0..30u32 {
+            for near in 0..30 {
+                let mine = (u64::from(place) * 10 + 5, Reverse(0));
+                let below = place.checked_sub(1).unwrap_or(NIL);
+                assert_eq!(place_by_age(&nodes, ends, near, mine).0, Some(below), "{place} from {near}");
+            }
         }
     }
 }
