@@ -235,6 +235,11 @@ impl Tree {
         }
         self.evict_host(u32::MAX, out);
         self.reclaim_mirrors(u32::MAX, 0, out);
+        for at in 1..self.arena.nodes.len() as u32 {
+            if self.arena.is_live(at) {
+                self.drop_components(at, Tier::Host);
+            }
+        }
         Ok(())
     }
 
@@ -322,7 +327,7 @@ impl Tree {
 
     /// Frees up to `want_pages` host pages of nodes that are on the device too: the most recently used go first, since
     /// they will leave the device last, and only such as were used after tick `used_after` go at all. Under `BackedUpParent` only where no child holds or awaits a host copy; never where one is pinned or in
-    /// flight. The pages are appended to `out`. O(nodes freed).
+    /// flight. The pages are appended to `out`. Components stay on the host, in orders of their own. O(nodes freed).
     pub fn reclaim_mirrors(
         &mut self,
         want_pages: u32,

@@ -8,6 +8,7 @@ use std::cmp::Reverse;
 
 use crate::base::Tier;
 use crate::base::heap::{HeapKey, IndexHeap};
+use crate::base::plant::{Plant, is_planted};
 
 use super::adaptive::{Adaptive, Hint, Leaf};
 use super::component::COMPONENTS;
@@ -263,7 +264,7 @@ impl Orders {
             && node.device == Residency::Present
             && node.host == Residency::Present
             && node.pins == 0
-            && (rule == BackupRule::Free || node.kids_host == 0)
+            && (rule == BackupRule::Free || node.kids_host == 0 || is_planted(Plant::ReclaimUnderChild))
     }
 
     /// Brings list membership in line with the state of a node. A node that enters an order enters where its tick
