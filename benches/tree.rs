@@ -131,7 +131,7 @@ impl Cache {
             self.pool.free(&self.gone.freed_device).unwrap();
         }
         assert!(self.pool.alloc(need, &mut self.pages), "tokens in the tree + free = capacity");
-        let opts = InsertOpts { priority: 0, count_hits_from: Some(found.device_pages) };
+        let opts = InsertOpts { priority: 0, count_hits_from: Some(found.device_pages), names: None };
         self.tree.insert(key(tokens), &self.pages, found.device_pages, opts, &mut self.out).unwrap();
         self.tree.unlock(lock).unwrap();
     }

@@ -8,7 +8,7 @@ use sapwood::backend::store::Store;
 use sapwood::base::{Fence, NamespaceId, PageId, Tier, Time};
 use sapwood::engine::{PrefixCache, Request};
 use sapwood::key::Namespace;
-use sapwood::pool::{Capacities, Capacity, PoolKind};
+use sapwood::pool::{Capacities, Capacity};
 use sapwood::tiers::{
     Alloc, LoadBack, LoadState, Prefetch, PrefetchConfig, PrefetchPolicy, PrefetchState, Refusal, Stats,
     WritePolicy,
@@ -166,10 +166,10 @@ impl<'m> Server<'m> {
         if !options.publish_early {
             // Pages nobody owns hold garbage. Where computation is launched late it may still need them.
             let memory = device.clone();
-            builder = builder.on_free(move |tier, page| {
+            builder = builder.on_free(move |tier, pool, page| {
                 if tier == Tier::Device {
                     // A page that cannot be written now is one that a copy is about to write.
-                    let _ = memory.poison(PoolKind::Full, page);
+                    let _ = memory.poison(pool, page);
                 }
             });
         }

@@ -69,7 +69,7 @@ impl Peer for Ours {
             self.evict_pages(short);
         }
         assert!(self.pool.alloc(need, &mut self.pages), "the workload fits");
-        let opts = InsertOpts { priority: 0, count_hits_from: Some(found.device_pages) };
+        let opts = InsertOpts { priority: 0, count_hits_from: Some(found.device_pages), names: None };
         let owned = found.device_pages;
         let components = InsertComponents::default();
         let done =

@@ -20,7 +20,7 @@ use crate::base::{PageId, Tier};
 use crate::pool::{Capacities, Capacity, Geometry, Plane, PlaneKind, PoolKind};
 use crate::tiers::{
     Agreement, ConfigError, Core, CoreConfig, Eviction, PrefetchConfig, RegistrationPolicy, Solo,
-    StoreConfig, WritePolicy,
+    StateConfig, StoreConfig, WindowConfig, WritePolicy,
 };
 
 /// What is stored under which name: pages of another model, revision or weights epoch can never be hit.
@@ -96,12 +96,20 @@ pub enum BuildError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// The device has fewer pages than the cache shall use.
-    #[error("{asked} device pages asked for, the device has {present}")]
+    #[error("{asked} device pages asked for in pool {pool:?}, the device has {present}")]
     DevicePages {
+        /// Of which pool.
+        pool: PoolKind,
         /// Asked for.
         asked: u32,
         /// Present.
         present: u32,
+    },
+    /// The geometry has planes in the pool, and the configuration does not say how to use it, or the other way round.
+    #[error("pool {pool:?}: planes in the geometry and a configuration of the pool go together")]
+    Component {
+        /// Window or state.
+        pool: PoolKind,
     },
     /// Host memory could not be had.
     #[error("host memory: {0}")]
@@ -130,7 +138,7 @@ pub enum BuildError {
 }
 
 /// Called for every page that a pool takes back.
-pub(super) struct Scrub(pub(super) Box<dyn FnMut(Tier, PageId) + Send>);
+pub(super) struct Scrub(pub(super) Box<dyn FnMut(Tier, PoolKind, PageId) + Send>);
 
 impl fmt::Debug for Scrub {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -145,6 +153,8 @@ pub struct Builder {
     device: Option<Box<dyn Device>>,
     device_pages: Capacity,
     host_pages: Capacity,
+    window: Option<WindowConfig>,
+    state: Option<StateConfig>,
     store: Option<Arc<dyn Store>>,
     store_config: StoreConfig,
     store_threads: usize,
@@ -164,6 +174,7 @@ pub struct Builder {
     votes: Box<dyn RankVotes>,
     agreement: Box<dyn Agreement>,
     scrub: Option<Scrub>,
+    record_ops: bool,
 }
 
 impl fmt::Debug for Builder {
@@ -180,6 +191,8 @@ impl Builder {
             device: None,
             device_pages: Capacity::Unlimited,
             host_pages: Capacity::Pages(0),
+            window: None,
+            state: None,
             store: None,
             store_config: StoreConfig::default(),
             store_threads: 2,
@@ -199,6 +212,7 @@ impl Builder {
             votes: Box::new(AloneVotes),
             agreement: Box::new(Solo),
             scrub: None,
+            record_ops: false,
         }
     }
 
@@ -217,6 +231,20 @@ impl Builder {
     /// Size of the host tier. Default: none.
     pub fn host_pages(mut self, pages: Capacity) -> Self {
         self.host_pages = pages;
+        self
+    }
+
+    /// The model has sliding-window layers: planes of the pool `Window`. Without a limit on the device all of the
+    /// device's window pages are used.
+    pub fn window(mut self, window: WindowConfig) -> Self {
+        self.window = Some(window);
+        self
+    }
+
+    /// The model has recurrent layers: planes of the pool `State`. Without a limit on the device all of its slots are
+    /// used.
+    pub fn state(mut self, state: StateConfig) -> Self {
+        self.state = Some(state);
         self
     }
 
@@ -333,8 +361,15 @@ impl Builder {
 
     /// Called with every page of device and host that goes back to its pool, before anything can be written to it
     /// again: the place to erase or poison. Runs on the scheduler's thread.
-    pub fn on_free(mut self, scrub: impl FnMut(Tier, PageId) + Send + 'static) -> Self {
+    pub fn on_free(mut self, scrub: impl FnMut(Tier, PoolKind, PageId) + Send + 'static) -> Self {
         self.scrub = Some(Scrub(Box::new(scrub)));
+        self
+    }
+
+    /// Keeps every input of the core, tokens included, for [`PrefixCache::op_log`]: the log of an incident replays to the
+    /// same decisions. Memory grows with every call. Default: off.
+    pub fn record_ops(mut self, record: bool) -> Self {
+        self.record_ops = record;
         self
     }
 
@@ -343,12 +378,18 @@ impl Builder {
         let mut device = self.device.take().ok_or(BuildError::NoDevice)?;
         let draft = self.draft.unwrap_or_else(|| DraftPlan::of(&self.geometry));
         draft.check(&self.geometry)?;
-        let mut config = self.core_config(device.pages(PoolKind::Full))?;
+        let mut config = self.core_config(device.as_ref())?;
         let plan = self.memory_plan()?;
-        let capacities = Capacities::full(config.host);
+        let capacities = host_capacities(&config);
         let arena = Arc::new(HostArena::with_plan(Arc::clone(&self.geometry), capacities, &plan)?);
-        config.host = Capacity::Pages(arena.pages(PoolKind::Full));
-        let core = Core::new(config)?;
+        let mapped = |pool| Capacity::Pages(arena.pages(pool));
+        config.host = mapped(PoolKind::Full);
+        config.window = config.window.map(|w| WindowConfig { host: mapped(PoolKind::Window), ..w });
+        config.state = config.state.map(|s| StateConfig { host: mapped(PoolKind::State), ..s });
+        let mut core = Core::new(config)?;
+        if self.record_ops {
+            core.start_log();
+        }
         if arena.pages(PoolKind::Full) > 0 {
             device.attach_host(Arc::clone(&arena))?;
         }
@@ -373,24 +414,27 @@ impl Builder {
             }
             None => None,
         };
-        let page_bytes = self.geometry.page_bytes(PoolKind::Full);
-        let layers = self.geometry.model_layers();
         let store = (lane, lane_config, self.votes);
-        let executor = Executor::new(device, store, page_bytes, layers, self.delivery, heard);
+        let executor = Executor::new(device, store, Arc::clone(&self.geometry), self.delivery, heard);
         Ok(PrefixCache::assemble(self.geometry, arena, core, executor, self.agreement, self.scrub))
     }
 
-    fn core_config(&self, present: u32) -> Result<CoreConfig, BuildError> {
-        let device_pages = match self.device_pages {
-            Capacity::Unlimited => present,
-            Capacity::Pages(asked) if asked > present => {
-                return Err(BuildError::DevicePages { asked, present });
+    fn core_config(&self, device: &dyn Device) -> Result<CoreConfig, BuildError> {
+        for (pool, configured) in
+            [(PoolKind::Window, self.window.is_some()), (PoolKind::State, self.state.is_some())]
+        {
+            if configured != self.geometry.has_pool(pool) {
+                return Err(BuildError::Component { pool });
             }
-            Capacity::Pages(asked) => asked,
-        };
+        }
+        let pages = |pool, asked| device_pages(device, pool, asked);
+        let window =
+            self.window.map(|w| pages(PoolKind::Window, w.device).map(|device| WindowConfig { device, ..w }));
+        let state =
+            self.state.map(|s| pages(PoolKind::State, s.device).map(|device| StateConfig { device, ..s }));
         let config = CoreConfig {
             page_size: self.geometry.page_size_tokens(),
-            device: Capacity::Pages(device_pages),
+            device: pages(PoolKind::Full, self.device_pages)?,
             host: self.host_pages,
             store: self.store.as_ref().map(|_| self.store_config),
             write: self.write,
@@ -398,8 +442,8 @@ impl Builder {
             exclusive: self.exclusive,
             write_ahead_percent: self.write_ahead_percent,
             loads_in_flight_max: self.loads_in_flight_max,
-            window: None,
-            state: None,
+            window: window.transpose()?,
+            state: state.transpose()?,
             eviction: self.eviction,
         };
         config.validate()?;
@@ -420,6 +464,29 @@ impl Builder {
             }
         }
         Ok(plan)
+    }
+}
+
+/// Pages of a pool that the cache uses on the device.
+fn device_pages(device: &dyn Device, pool: PoolKind, asked: Capacity) -> Result<Capacity, BuildError> {
+    let present = device.pages(pool);
+    match asked {
+        Capacity::Unlimited => Ok(Capacity::Pages(present)),
+        Capacity::Pages(asked) if asked > present => Err(BuildError::DevicePages { pool, asked, present }),
+        Capacity::Pages(asked) => Ok(Capacity::Pages(asked)),
+    }
+}
+
+/// What to map: windows and states lie on the host only under pages that do.
+fn host_capacities(config: &CoreConfig) -> Capacities {
+    let beside = |host: Option<Capacity>| match config.host {
+        Capacity::Pages(0) => Capacity::Pages(0),
+        _ => host.unwrap_or(Capacity::Pages(0)),
+    };
+    Capacities {
+        full: config.host,
+        window: beside(config.window.map(|w| w.host)),
+        state: beside(config.state.map(|s| s.host)),
     }
 }
 

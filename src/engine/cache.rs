@@ -1,24 +1,31 @@
 //! The facade: one object, one owner, no call that waits.
 
+mod store;
+
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 
 use super::builder::{Builder, Scrub};
 use super::executor::{BytesMoved, Executor};
-use super::registration::RegistrationError;
-use super::report::StoreReport;
+use super::report::{MissingPlane, StoreReport};
 use super::request::Request;
+use crate::backend::device::DeviceError;
 use crate::backend::host::HostArena;
 use crate::backend::store::Store;
-use crate::base::{Fence, NamespaceId, OpId, PageId, Tier, Time, Violation};
+use crate::base::containers::Map;
+use crate::base::{Fence, NamespaceId, NodeId, OpId, PageId, Tier, Time, Violation};
 use crate::key::{Namespace, NamespaceError};
-use crate::pool::{Geometry, PlaneId, PlaneKind};
+use crate::pool::{Geometry, Plane, PlaneId, PoolKind};
 use crate::tiers::{
-    AgreeError, Agreement, Alloc, Checkpoint, Core, CoreError, LoadBack, LoadState, MatchInfo, PageCounts,
-    Prefetch, PrefetchPolicy, PrefetchState, RequestId, Stats, WritePolicy,
+    AgreeError, Agreement, Alloc, Checkpoint, Core, CoreError, LoadBack, LoadState, MatchInfo, OpLog,
+    PageCounts, Prefetch, PrefetchPolicy, PrefetchState, Rates, RequestComponents, RequestId, Stats,
+    WritePolicy,
 };
+use crate::tree::Component;
+
+pub use store::NewWeightsError;
 
 /// Why a call failed.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -36,6 +43,18 @@ pub enum CacheError {
         /// The operation.
         op: OpId,
     },
+}
+
+/// Why a compute stream could not be tied to a copy.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ComputeError {
+    /// The request is unknown, or a load that it rests on failed.
+    #[error(transparent)]
+    Core(#[from] CoreError),
+    /// The device.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
 }
 
 /// Why a request was not finished. It is given back, with everything it holds.
@@ -100,8 +119,15 @@ pub struct PrefixCache {
     dropped: Receiver<RequestId>,
     drops: Sender<RequestId>,
     scrub: Option<Scrub>,
+    /// When the store was last told that a node is used.
+    touched: Map<NodeId, Time>,
     now: Time,
 }
+
+/// A node's pages are touched in the store at most so often, in microseconds.
+const TOUCH_EVERY_US: u64 = 5_000_000;
+/// Nodes whose last touch is remembered; then all are forgotten, and touched once more.
+const TOUCHED_MAX: usize = 65_536;
 
 impl PrefixCache {
     /// Starts putting a cache together.
@@ -121,7 +147,8 @@ impl PrefixCache {
             core.note_freed();
         }
         let (drops, dropped) = unbounded();
-        PrefixCache { geometry, arena, core, executor, agreement, dropped, drops, scrub, now: Time::ZERO }
+        let (touched, now) = (Map::default(), Time::ZERO);
+        PrefixCache { geometry, arena, core, executor, agreement, dropped, drops, scrub, touched, now }
     }
 
     /// Interns a namespace. Equal fields give equal ids.
@@ -148,7 +175,39 @@ impl PrefixCache {
         }
         let found = self.core.match_prefix(request.id(), tokens);
         self.run_actions(self.now);
+        if let Ok(found) = &found
+            && self.executor.takes_touches()
+        {
+            self.touch_store(request, found.node);
+        }
         Ok(found?)
+    }
+
+    /// Tells a store that evicts by use that what a match found is used, although it was not read there. The nodes of the
+    /// path that are stored, each at most once in [`TOUCH_EVERY_US`]. O(pages of the path).
+    fn touch_store(&mut self, request: &Request, node: NodeId) {
+        let Ok(namespace) = self.core.namespace_of(request.id()) else { return };
+        if self.touched.len() > TOUCHED_MAX {
+            self.touched.clear();
+        }
+        let tree = self.core.tree();
+        let (mut hashes, mut at) = (Vec::new(), Some(node));
+        while let Some(node) = at.filter(|node| *node != tree.root()) {
+            let due = self.touched.get(&node).is_none_or(|last| self.now.since(*last) >= TOUCH_EVERY_US);
+            if due && tree.is_stored(node) == Ok(true) {
+                self.touched.insert(node, self.now);
+                hashes.extend_from_slice(tree.hashes(node).unwrap_or_default());
+            }
+            at = tree.parent(node).ok().flatten();
+        }
+        if !hashes.is_empty() {
+            self.executor.touch(namespace, hashes);
+        }
+    }
+
+    /// See [`Core::hold_until`].
+    pub fn hold_until(&mut self, request: &mut Request, until: Time) -> Result<(), CacheError> {
+        Ok(self.core.hold_until(request.id(), until)?)
     }
 
     /// See [`Core::prefetch`].
@@ -174,8 +233,17 @@ impl PrefixCache {
 
     /// See [`Core::load_back`].
     pub fn load_back(&mut self, request: &mut Request) -> Result<LoadBack, CacheError> {
+        self.load_back_within(request, u32::MAX)
+    }
+
+    /// See [`Core::load_back_within`].
+    pub fn load_back_within(
+        &mut self,
+        request: &mut Request,
+        budget_pages: u32,
+    ) -> Result<LoadBack, CacheError> {
         self.take_events(self.now)?;
-        let started = self.core.load_back(request.id());
+        let started = self.core.load_back_within(request.id(), budget_pages);
         self.run_actions(self.now);
         Ok(started?)
     }
@@ -186,18 +254,53 @@ impl PrefixCache {
         Ok(self.core.load_state(request.id())?)
     }
 
+    /// The fence behind everything that was submitted to a compute stream so far, for [`checkpoint`](Self::checkpoint)
+    /// and the like; see [`Device::note_compute`](crate::backend::device::Device::note_compute).
+    pub fn note_compute(&mut self, stream: u64) -> Result<Fence, DeviceError> {
+        self.executor.note_compute(stream)
+    }
+
+    /// Lets later work of a compute stream wait until the layers `..=layer` of all that the request waits for are there,
+    /// without waiting here. Once per layer and stream, before the first use of the layer. `Ok(false)`: the device has not
+    /// taken a load yet, or has no streams; ask again, or follow [`load_state`](Self::load_state). Pages of windows and
+    /// states that a load brings have no place before all of it has arrived ([`components`](Self::components)), so this is
+    /// for layers of full attention. O(loads of the request).
+    pub fn wait_layer(&mut self, request: &Request, layer: u32, stream: u64) -> Result<bool, ComputeError> {
+        let mut all = true;
+        for &op in self.core.loads(request.id())? {
+            all &= self.executor.wait_layer(op, layer, stream)?;
+        }
+        Ok(all)
+    }
+
     /// See [`Core::alloc`]. Takes in what has ended first, so that a scheduler that only decodes can not starve.
     pub fn alloc(&mut self, request: &mut Request, pages: u32) -> Result<Alloc, CacheError> {
         self.take_events(self.now)?;
         let granted = self.core.alloc(request.id(), pages);
-        if granted == Ok(Alloc::Granted)
-            && let Ok(table) = self.core.pages(request.id())
-        {
-            let first = table.len().saturating_sub(pages as usize);
-            self.executor.handed_out(&table[first..]);
+        if granted == Ok(Alloc::Granted) && self.executor.has_device_gaps() {
+            self.will_compute(request, pages as usize)?;
         }
         self.run_actions(self.now);
+        if granted != Ok(Alloc::Granted) {
+            // What would make room may wait for the end of the step.
+            self.executor.flush();
+        }
         Ok(granted?)
+    }
+
+    /// The last pages of the request's table, its window pages and its state are going to be written anew.
+    fn will_compute(&mut self, request: &Request, pages: usize) -> Result<(), CacheError> {
+        let table = self.core.pages(request.id())?;
+        self.executor.handed_out(PoolKind::Full, &table[table.len().saturating_sub(pages)..]);
+        let own = self.core.request_components(request.id())?;
+        self.executor.handed_out(PoolKind::Window, &own.window[own.window.len().saturating_sub(pages)..]);
+        self.executor.handed_out(PoolKind::State, own.state.as_slice());
+        Ok(())
+    }
+
+    /// Window pages and states of a request; see [`Core::request_components`]. O(window).
+    pub fn components(&self, request: &Request) -> Result<RequestComponents, CacheError> {
+        Ok(self.core.request_components(request.id())?)
     }
 
     /// The page table of a request; see [`Core::pages`].
@@ -205,7 +308,8 @@ impl PrefixCache {
         Ok(self.core.pages(request.id())?)
     }
 
-    /// See [`Core::checkpoint`].
+    /// See [`Core::checkpoint`]. Backups that this makes due start at the next [`tick`](Self::tick), or when
+    /// [`alloc`](Self::alloc) finds too little room: those of a step leave together.
     pub fn checkpoint(
         &mut self,
         request: &mut Request,
@@ -245,10 +349,21 @@ impl PrefixCache {
         Ok(aborted?)
     }
 
+    /// See [`Core::let_window_go`].
+    pub(super) fn let_window_go(&mut self, request: &Request, first: u32) -> Result<(), CacheError> {
+        Ok(self.core.let_window_go(request.id(), first)?)
+    }
+
+    /// See [`Core::take_over`].
+    pub(super) fn take_over(&mut self, to: &mut Request, from: &mut Request) -> Result<(), CacheError> {
+        Ok(self.core.take_over(to.id(), from.id())?)
+    }
+
     /// Tells the time, takes in what has ended and starts what that allows. Time must not go back. With several ranks
     /// this is a round of their [`Agreement`], and the only call that takes in what has ended.
     pub fn tick(&mut self, now: Time) -> Result<(), CacheError> {
         let now = now.max(self.now);
+        self.executor.flush();
         self.take_events(now)?;
         if self.agreement.ranks() > 1 {
             self.agree(now)?;
@@ -256,15 +371,16 @@ impl PrefixCache {
         self.now = now;
         self.core.tick(now);
         self.run_actions(now);
+        self.executor.flush();
         Ok(())
     }
 
     /// When a [`tick`](Self::tick) will find something although the scheduler does nothing: the next modelled
-    /// completion or retry. Under [`Delivery::AsCompleted`](super::Delivery::AsCompleted) completions are not
+    /// completion or retry, or backups that wait for the end of the step. Under [`Delivery::AsCompleted`](super::Delivery::AsCompleted) completions are not
     /// known ahead; use the waker.
     #[must_use]
     pub fn next_due(&self) -> Option<Time> {
-        if self.agreement.owes() {
+        if self.agreement.owes() || self.executor.holds() {
             return Some(self.now);
         }
         match (self.executor.next_due(), self.core.next_timeout()) {
@@ -328,7 +444,8 @@ impl PrefixCache {
         if let Some(scrub) = &mut self.scrub {
             for freed in self.core.take_freed() {
                 let first = freed.pages.first.0;
-                (first..first + freed.pages.pages).for_each(|page| scrub.0(freed.tier, PageId(page)));
+                (first..first + freed.pages.pages)
+                    .for_each(|page| scrub.0(freed.tier, freed.pool, PageId(page)));
             }
         }
         while self.core.has_actions() {
@@ -368,6 +485,12 @@ impl PrefixCache {
         self.core.page_counts(tier)
     }
 
+    /// Who owns the pages of a window or the slots of a state. O(pages).
+    #[must_use]
+    pub fn component_counts(&self, component: Component, tier: Tier) -> PageCounts {
+        self.core.component_counts(component, tier)
+    }
+
     /// Every broken rule; empty is healthy. O(everything).
     #[must_use]
     pub fn sanity(&self) -> Vec<Violation> {
@@ -404,37 +527,27 @@ impl PrefixCache {
         self.executor.report()
     }
 
-    /// How many pages of the request's table lack which plane: they came from the store without it. Only planes of
-    /// a draft can be missing; its guesses will be worse there, the answer is the same. O(pages x planes).
-    pub fn missing_planes(&self, request: &Request) -> Result<Vec<(PlaneKind, u32)>, CacheError> {
+    /// How many pages of the request lack which plane: they came from the store without it. Only planes of a draft can
+    /// be missing; its guesses will be worse there, the answer is the same. While a load is in flight, windows and states
+    /// that it brings are not counted. O(pages x planes).
+    pub fn missing_planes(&self, request: &Request) -> Result<Vec<MissingPlane>, CacheError> {
         let table = self.core.pages(request.id())?;
-        let kinds = (0_u8..).zip(self.geometry.planes());
-        Ok(kinds
-            .filter_map(|(i, plane)| {
-                let lacks = |page: &&PageId| self.executor.device_gap(**page).contains(PlaneId(i));
-                let pages = table.iter().filter(lacks).count() as u32;
-                (pages > 0).then_some((plane.kind(), pages))
-            })
-            .collect())
-    }
-
-    /// Takes the store away: its calls are told to end, what they brought is taken in, and the store lets go of the
-    /// memory. From then on the store tier answers nothing. `Ok(None)` if a call did not end within `wait_max` (it
-    /// can be tried again) or if there is no store.
-    pub fn detach_store(&mut self, wait_max: Duration) -> Result<Option<Arc<dyn Store>>, CacheError> {
-        let store = self.executor.detach_store(Instant::now() + wait_max);
-        self.take_events(self.now)?;
-        Ok(store)
-    }
-
-    /// Gives the cache a store again, or another one. The whole registration runs anew; a store that can not
-    /// address the memory of the host tier is refused. `Ok(false)` if there is one already. A cache that was built
-    /// without a store keeps no hashes and can not be given one.
-    pub fn attach_store(&mut self, store: Arc<dyn Store>) -> Result<bool, RegistrationError> {
-        if self.core.config().store.is_none() {
-            return Ok(false);
+        if !self.executor.has_device_gaps() {
+            return Ok(Vec::new());
         }
-        self.executor.attach_store(store, &self.arena)
+        let held = self.core.request_components(request.id())?;
+        let missing = |(i, plane): (u8, &Plane)| {
+            let pool = plane.pool();
+            let pages = match pool {
+                PoolKind::Full => table,
+                PoolKind::Window => &held.window,
+                PoolKind::State => held.state_in.as_slice(),
+            };
+            let lacks = |page: &&PageId| self.executor.device_gap(pool, **page).contains(PlaneId(i));
+            let pages = pages.iter().filter(lacks).count() as u32;
+            (pages > 0).then_some(MissingPlane { kind: plane.kind(), pool, pages })
+        };
+        Ok((0_u8..).zip(self.geometry.planes()).filter_map(missing).collect())
     }
 
     /// Changes the write policy while requests run, and whether the host tier is exclusive; see
@@ -449,6 +562,19 @@ impl PrefixCache {
     /// Changes when a request that waits for a prefetch goes on; see [`Core::set_prefetch_policy`].
     pub fn set_prefetch_policy(&mut self, policy: PrefetchPolicy) {
         self.core.set_prefetch_policy(policy);
+    }
+
+    /// Tells the speeds measured last; see [`Core::set_rates`]. With several ranks all of them must be told the same, before
+    /// the same call.
+    pub fn set_rates(&mut self, rates: Rates) {
+        self.core.set_rates(rates);
+    }
+
+    /// All inputs of the core so far, for `sapwood check`, if the builder was told to
+    /// [record](super::Builder::record_ops) them. O(inputs).
+    #[must_use]
+    pub fn op_log(&self) -> Option<OpLog> {
+        self.core.log()
     }
 
     /// Whether nothing is in flight and nothing waits to be written to the store.

@@ -5,21 +5,28 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
+use smallvec::SmallVec;
 
 use super::delivery::{Delivery, Lane, Moment, Schedule};
 use super::lane::{Ended, Gap, LaneConfig, StoreLane};
 use super::registration::{RankVotes, RegistrationError};
 use super::report::StoreReport;
-use crate::backend::device::{Completion, CopyJob, CopyPart, Device, Direction, Outcome, Submit, Transfer};
+use crate::backend::device::{
+    Completion, CopyJob, CopyPart, Device, DeviceError, Direction, Outcome, Submit, Transfer,
+};
 use crate::backend::host::HostArena;
 use crate::backend::store::Store;
 use crate::base::containers::Map;
 use crate::base::{Fence, NamespaceId, OpId, PageId, Time};
-use crate::pool::PlaneSet;
-use crate::tiers::{Action, EndKey, Event, PageOutcome, PagePair, StoreItem};
+use crate::key::PageHash;
+use crate::pool::{Geometry, PlaneSet, PoolKind};
+use crate::tiers::{Action, EndKey, Event, PagePair, StoreItem};
 
 /// How long a modelled delivery waits for the real copy before it calls the executor stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(120);
+
+/// Calls that wait for a worker of the store, above which it is not told what was used.
+const TOUCH_WAITING_MAX: usize = 16;
 
 /// Wakes the thread that waits for completions, and the embedder's.
 #[derive(Clone)]
@@ -62,13 +69,20 @@ pub struct BytesMoved {
     pub store_get: u64,
 }
 
+/// Pages of one pool: read and written.
+#[derive(Debug)]
+struct Part {
+    pool: PoolKind,
+    sources: Vec<PageId>,
+    targets: Vec<PageId>,
+}
+
 /// A copy that the device did not take yet.
 #[derive(Debug)]
 struct Copy {
     op: OpId,
     direction: Direction,
-    sources: Vec<PageId>,
-    targets: Vec<PageId>,
+    parts: Vec<Part>,
     after: Fence,
 }
 
@@ -77,19 +91,37 @@ struct Copy {
 struct InFlight {
     transfer: Transfer,
     layers_told: u32,
-    sources: Vec<PageId>,
-    targets: Vec<PageId>,
+    parts: Vec<Part>,
+}
+
+impl Part {
+    fn all_planes(&self) -> CopyPart<'_> {
+        CopyPart { pool: self.pool, src: &self.sources, dst: &self.targets, planes: PlaneSet::ALL }
+    }
+}
+
+fn parts_of(pairs: &[PagePair]) -> Vec<Part> {
+    let part = |pool| {
+        let of_pool = || pairs.iter().filter(move |pair| pair.pool == pool);
+        let sources: Vec<PageId> = of_pool().map(|pair| pair.source).collect();
+        (!sources.is_empty()).then(|| Part {
+            pool,
+            sources,
+            targets: of_pool().map(|pair| pair.target).collect(),
+        })
+    };
+    PoolKind::ALL.into_iter().filter_map(part).collect()
 }
 
 /// Planes that pages lack, per tier. Travels with the bytes: a copy of a page lacks what the page lacks.
 #[derive(Debug, Default)]
 struct Gaps {
-    device: Map<PageId, PlaneSet>,
-    host: Map<PageId, PlaneSet>,
+    device: Map<(PoolKind, PageId), PlaneSet>,
+    host: Map<(PoolKind, PageId), PlaneSet>,
 }
 
 impl Gaps {
-    fn copied(&mut self, direction: Direction, sources: &[PageId], targets: &[PageId]) {
+    fn copied(&mut self, direction: Direction, parts: &[Part]) {
         let (from, to) = match direction {
             Direction::DeviceToHost => (&self.device, &mut self.host),
             Direction::HostToDevice => (&self.host, &mut self.device),
@@ -98,20 +130,22 @@ impl Gaps {
         if from.is_empty() && to.is_empty() {
             return;
         }
-        for (source, target) in sources.iter().zip(targets) {
-            match from.get(source) {
-                Some(&gap) => to.insert(*target, gap),
-                None => to.remove(target),
-            };
+        for Part { pool, sources, targets } in parts {
+            for (source, target) in sources.iter().zip(targets) {
+                match from.get(&(*pool, *source)) {
+                    Some(&gap) => to.insert((*pool, *target), gap),
+                    None => to.remove(&(*pool, *target)),
+                };
+            }
         }
     }
 
     fn read(&mut self, read: &[Gap]) {
-        for &(page, gap) in read {
-            if gap == PlaneSet::NONE {
-                self.host.remove(&page);
+        for &Gap { pool, page, planes } in read {
+            if planes == PlaneSet::NONE {
+                self.host.remove(&(pool, page));
             } else {
-                self.host.insert(page, gap);
+                self.host.insert((pool, page), planes);
             }
         }
     }
@@ -125,9 +159,10 @@ pub(super) struct Executor {
     /// Seeds of the namespaces that are known, for the next lane.
     namespaces: BTreeMap<NamespaceId, Option<[u8; 32]>>,
     gaps: Gaps,
-    page_bytes: u64,
-    layers: u32,
+    geometry: Arc<Geometry>,
     waiting: [VecDeque<Copy>; 2],
+    /// How many of the copies to the host, from the back, wait for [`flush`](Executor::flush).
+    held: usize,
     copies: BTreeMap<OpId, InFlight>,
     schedule: Option<Schedule>,
     /// Real ends that wait for their moment (modelled delivery).
@@ -135,7 +170,6 @@ pub(super) struct Executor {
     /// Events to hand out next.
     ready: VecDeque<Event>,
     completions: Vec<Completion>,
-    /// Pages of each store batch, to count bytes by.
     heard: Receiver<()>,
     bytes: BytesMoved,
     device_faults: u64,
@@ -160,8 +194,7 @@ impl Executor {
     pub(super) fn new(
         device: Box<dyn Device>,
         (lane, lane_config, votes): (Option<StoreLane>, LaneConfig, Box<dyn RankVotes>),
-        page_bytes: u64,
-        layers: u32,
+        geometry: Arc<Geometry>,
         delivery: Delivery,
         heard: Receiver<()>,
     ) -> Self {
@@ -172,9 +205,9 @@ impl Executor {
             votes,
             namespaces: BTreeMap::new(),
             gaps: Gaps::default(),
-            page_bytes,
-            layers,
+            geometry,
             waiting: [VecDeque::new(), VecDeque::new()],
+            held: 0,
             copies: BTreeMap::new(),
             schedule: match delivery {
                 Delivery::AsCompleted => None,
@@ -206,23 +239,40 @@ impl Executor {
         self.device.launched()
     }
 
+    /// See [`Device::note_compute`].
+    pub(super) fn note_compute(&mut self, stream: u64) -> Result<Fence, DeviceError> {
+        self.device.note_compute(stream)
+    }
+
+    /// See [`Device::wait_layer`]. `Ok(false)` also for a load that the device has not taken yet.
+    pub(super) fn wait_layer(&mut self, op: OpId, layer: u32, stream: u64) -> Result<bool, DeviceError> {
+        match self.copies.get(&op) {
+            Some(copy) => self.device.wait_layer(&copy.transfer, layer, stream),
+            // Neither running nor waiting: it has ended, and the core will hear how.
+            None => Ok(!self.waiting.iter().flatten().any(|copy| copy.op == op)),
+        }
+    }
+
     /// What the store has of the planes.
     pub(super) fn report(&self) -> StoreReport {
         self.lane.as_ref().map(StoreLane::report).unwrap_or_default()
     }
 
     /// Planes that a device page lacks.
-    pub(super) fn device_gap(&self, page: PageId) -> PlaneSet {
-        self.gaps.device.get(&page).copied().unwrap_or(PlaneSet::NONE)
+    pub(super) fn device_gap(&self, pool: PoolKind, page: PageId) -> PlaneSet {
+        self.gaps.device.get(&(pool, page)).copied().unwrap_or(PlaneSet::NONE)
+    }
+
+    /// Whether some device page lacks a plane.
+    pub(super) fn has_device_gaps(&self) -> bool {
+        !self.gaps.device.is_empty()
     }
 
     /// Pages that the engine will compute: they will lack nothing.
-    pub(super) fn handed_out(&mut self, pages: &[PageId]) {
-        if !self.gaps.device.is_empty() {
-            pages.iter().for_each(|page| {
-                self.gaps.device.remove(page);
-            });
-        }
+    pub(super) fn handed_out(&mut self, pool: PoolKind, pages: &[PageId]) {
+        pages.iter().for_each(|page| {
+            self.gaps.device.remove(&(pool, *page));
+        });
     }
 
     /// Takes the store away; see [`StoreLane::detach`]. `None` if a call does not end, or if there is none.
@@ -263,8 +313,37 @@ impl Executor {
         }
     }
 
+    /// Whether there is a store that wants to know what is used.
+    pub(super) fn takes_touches(&self) -> bool {
+        self.lane.as_ref().is_some_and(StoreLane::takes_touches)
+    }
+
+    /// Tells the store of pages that were used. Under modelled delivery what it is told must not depend on how busy it is.
+    pub(super) fn touch(&mut self, namespace: NamespaceId, hashes: Vec<PageHash>) {
+        let waiting_max = if self.schedule.is_some() { usize::MAX } else { TOUCH_WAITING_MAX };
+        if let Some(lane) = &mut self.lane {
+            lane.touch(namespace, hashes, waiting_max);
+        }
+    }
+
+    /// The store is asked under the names of this epoch when it is attached next.
+    pub(super) fn set_weights_epoch(&mut self, epoch: u64) {
+        self.lane_config.identity.weights_epoch = epoch;
+    }
+
+    /// Waits until something has ended, a millisecond at most.
+    pub(super) fn wait_a_moment(&self) {
+        // The bell ends the wait early; the time-out only covers a device without one.
+        let _ = self.heard.recv_timeout(Duration::from_millis(1));
+    }
+
     fn lane_ended(&mut self, ended: Ended) {
         self.gaps.read(&ended.read);
+        match &ended.event {
+            Event::Got { .. } => self.bytes.store_get += ended.bytes,
+            Event::Put { .. } => self.bytes.store_put += ended.bytes,
+            _ => {}
+        }
         self.ended(ended.event);
     }
 
@@ -283,9 +362,9 @@ impl Executor {
             Action::CopyToDevice { op, pairs, after } => {
                 self.copy(op, Direction::HostToDevice, &pairs, after)
             }
-            Action::StoreQuery { op, namespace, hashes, .. } => {
+            Action::StoreQuery { op, namespace, hashes, pools } => {
                 match self.lane.as_mut().filter(|l| l.is_open()) {
-                    Some(lane) => lane.query(op, namespace, hashes),
+                    Some(lane) => lane.query(op, namespace, hashes, pools),
                     None => self.ended(Event::Queried { op, present: None }),
                 }
             }
@@ -298,7 +377,10 @@ impl Executor {
             Action::StorePut { op, namespace, batch, items } => {
                 match self.lane.as_mut().filter(|l| l.is_open()) {
                     Some(lane) => {
-                        let gap = |i: &StoreItem| Some((i.host_page, *self.gaps.host.get(&i.host_page)?));
+                        let gap = |item: &StoreItem| {
+                            let (pool, page) = (item.pool, item.host_page);
+                            Some(Gap { pool, page, planes: *self.gaps.host.get(&(pool, page))? })
+                        };
                         let lacking = items.iter().filter_map(gap).collect();
                         lane.put(op, namespace, batch, items, lacking);
                     }
@@ -318,50 +400,75 @@ impl Executor {
 
     fn schedule_action(&mut self, action: &Action, now: Time) {
         let Some(schedule) = &mut self.schedule else { return };
-        let bytes = |pages: usize| self.page_bytes * pages as u64;
+        let page_bytes = PoolKind::ALL.map(|pool| self.geometry.page_bytes(pool));
+        let copied = |pairs: &[PagePair]| pairs.iter().map(|pair| page_bytes[pair.pool.index()]).sum();
+        let stored = |items: &[StoreItem]| items.iter().map(|item| page_bytes[item.pool.index()]).sum();
         match action {
             Action::CopyToHost { op, pairs, .. } => {
-                schedule.issue(now, Lane::ToHost, bytes(pairs.len()), EndKey::Copy(*op), 1);
+                schedule.issue(now, Lane::ToHost, copied(pairs), EndKey::Copy(*op), 1);
             }
             Action::CopyToDevice { op, pairs, .. } => {
-                schedule.issue(now, Lane::ToDevice, bytes(pairs.len()), EndKey::Copy(*op), self.layers);
+                let layers = self.geometry.model_layers();
+                schedule.issue(now, Lane::ToDevice, copied(pairs), EndKey::Copy(*op), layers);
             }
             Action::StoreQuery { op, .. } => schedule.issue(now, Lane::Get, 0, EndKey::Query(*op), 1),
             Action::StoreGet { op, batch, items, .. } => {
-                schedule.issue(now, Lane::Get, bytes(items.len()), EndKey::Get(*op, *batch), 1);
+                schedule.issue(now, Lane::Get, stored(items), EndKey::Get(*op, *batch), 1);
             }
             Action::StorePut { op, batch, items, .. } => {
-                schedule.issue(now, Lane::Put, bytes(items.len()), EndKey::Put(*op, *batch), 1);
+                schedule.issue(now, Lane::Put, stored(items), EndKey::Put(*op, *batch), 1);
             }
             Action::StoreCancel { .. } => {}
         }
     }
 
     fn copy(&mut self, op: OpId, direction: Direction, pairs: &[PagePair], after: Fence) {
-        let copy = Copy {
-            op,
-            direction,
-            sources: pairs.iter().map(|p| p.source).collect(),
-            targets: pairs.iter().map(|p| p.target).collect(),
-            after,
-        };
-        self.waiting[queue_of(direction)].push_back(copy);
-        self.submit_waiting();
+        let copy = Copy { op, direction, parts: parts_of(pairs), after };
+        let queue = queue_of(direction);
+        self.waiting[queue].push_back(copy);
+        // Nobody waits for a backup, and a device wants few large submissions (its wake-up or launch costs the scheduler's
+        // thread 5 to 10 us): those of a step leave together. A load is waited for.
+        if queue == TO_HOST {
+            self.held += 1;
+        } else {
+            self.submit_waiting();
+        }
+    }
+
+    /// Whether copies to the host wait for [`flush`](Executor::flush).
+    pub(super) fn holds(&self) -> bool {
+        self.held > 0
+    }
+
+    /// Hands the device the copies to the host that were decided since the last time.
+    pub(super) fn flush(&mut self) {
+        if std::mem::take(&mut self.held) > 0 {
+            self.submit_waiting();
+        }
     }
 
     /// Submits what the device takes, in order per direction.
     fn submit_waiting(&mut self) {
         for queue in 0..self.waiting.len() {
-            while let Some(copy) = self.waiting[queue].front() {
-                let parts = [CopyPart::full(&copy.sources, &copy.targets)];
-                let by_layer = copy.direction == Direction::HostToDevice;
-                let job = CopyJob { op: copy.op, direction: copy.direction, parts: &parts, by_layer };
+            let held = if queue == TO_HOST { self.held } else { 0 };
+            while self.waiting[queue].len() > held
+                && let Some(copy) = self.waiting[queue].pop_front()
+            {
                 let op = copy.op;
-                match self.device.submit(&job, copy.after) {
-                    Ok(Submit::Refused(_)) => break,
+                let submitted = {
+                    let parts: SmallVec<[CopyPart<'_>; 3]> =
+                        copy.parts.iter().map(Part::all_planes).collect();
+                    let by_layer = copy.direction == Direction::HostToDevice;
+                    let job = CopyJob { op, direction: copy.direction, parts: &parts, by_layer };
+                    self.device.submit(&job, copy.after)
+                };
+                match submitted {
+                    Ok(Submit::Refused(_)) => {
+                        self.waiting[queue].push_front(copy);
+                        break;
+                    }
                     Ok(Submit::Started(transfer)) => {
-                        let (sources, targets) = (copy.sources.clone(), copy.targets.clone());
-                        self.copies.insert(op, InFlight { transfer, layers_told: 0, sources, targets });
+                        self.copies.insert(op, InFlight { transfer, layers_told: 0, parts: copy.parts });
                     }
                     // Not taken, so the pages were not touched.
                     Err(error) => {
@@ -370,7 +477,6 @@ impl Executor {
                         self.ended(Event::Copied { op, ok: false });
                     }
                 }
-                self.waiting[queue].pop_front();
             }
         }
     }
@@ -407,7 +513,7 @@ impl Executor {
                     Direction::DeviceToDevice => {}
                 }
                 if let Some(copy) = copy {
-                    self.gaps.copied(completion.direction, &copy.sources, &copy.targets);
+                    self.gaps.copied(completion.direction, &copy.parts);
                 }
                 true
             }
@@ -436,14 +542,6 @@ impl Executor {
     }
 
     fn ended(&mut self, event: Event) {
-        let moved = |outcomes: &[PageOutcome]| {
-            outcomes.iter().filter(|o| **o == PageOutcome::Done).count() as u64 * self.page_bytes
-        };
-        match &event {
-            Event::Got { outcomes, .. } => self.bytes.store_get += moved(outcomes),
-            Event::Put { outcomes, .. } => self.bytes.store_put += moved(outcomes),
-            _ => {}
-        }
         match (&self.schedule, event.end_key()) {
             (Some(_), Some(key)) => {
                 self.arrived.insert(key, event);
@@ -480,6 +578,7 @@ impl Executor {
 
     fn wait_for(&mut self, key: EndKey) -> Result<(), Stuck> {
         let until = Instant::now() + STUCK_AFTER;
+        self.flush();
         loop {
             self.collect();
             if self.arrived.contains_key(&key) {
@@ -489,8 +588,7 @@ impl Executor {
                 let (EndKey::Copy(op) | EndKey::Query(op) | EndKey::Get(op, _) | EndKey::Put(op, _)) = key;
                 return Err(Stuck { op });
             }
-            // The bell ends the wait early; the time-out only covers a device without one.
-            let _ = self.heard.recv_timeout(Duration::from_millis(1));
+            self.wait_a_moment();
         }
     }
 
@@ -506,6 +604,9 @@ impl Executor {
         self.device.close(wait_max).unfinished
     }
 }
+
+/// Index of the copies to the host in [`Executor::waiting`].
+const TO_HOST: usize = 0;
 
 fn queue_of(direction: Direction) -> usize {
     usize::from(direction == Direction::HostToDevice)

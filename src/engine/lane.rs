@@ -1,5 +1,7 @@
 //! The store's worker threads: blocking calls in, events out.
 
+mod work;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::thread::JoinHandle;
@@ -7,19 +9,20 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 
+use self::work::{Counters, Shared};
 use super::builder::ModelIdentity;
 use super::draft::DraftPlan;
 use super::executor::Bell;
 use super::registration::{RankVotes, Registered, RegistrationError};
 use super::report::{PlaneReport, StoreReport};
-use crate::backend::host::{Access, HostArena, PageClaim};
+use crate::backend::host::HostArena;
 use crate::backend::identity::{DescriptorDigest, NamespaceDigest, Space};
-use crate::backend::store::{Call, Cancel, Item, Outcome, RegionToken, Span, Store, TransportCause};
+use crate::backend::store::{Cancel, RegionToken, Store};
 use crate::base::containers::Map;
 use crate::base::{NamespaceId, OpId, PageId};
 use crate::key::PageHash;
-use crate::pool::{PlaneId, PlaneKind, PlaneSet, PoolKind};
-use crate::tiers::{Event, PageOutcome, RegistrationPolicy, StoreItem};
+use crate::pool::{Geometry, PlaneId, PlaneKind, PlaneSet, PoolKind};
+use crate::tiers::{Event, RegistrationPolicy, StoreItem};
 
 /// How long a dropped lane waits for calls that were told to end.
 const LEAVE_BEHIND_AFTER: Duration = Duration::from_secs(5);
@@ -29,23 +32,34 @@ const LEAVE_BEHIND_AFTER: Duration = Duration::from_secs(5);
 pub(super) struct StoredPlane {
     pub(super) plane: PlaneId,
     pub(super) kind: PlaneKind,
+    pub(super) pool: PoolKind,
     pub(super) descriptor: DescriptorDigest,
     pub(super) region: RegionToken,
     /// A page without it is no page.
     pub(super) required: bool,
 }
 
-/// Planes that a page lacks, and the page.
-pub(super) type Gap = (PageId, PlaneSet);
+/// Planes that a page lacks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Gap {
+    pub(super) pool: PoolKind,
+    pub(super) page: PageId,
+    pub(super) planes: PlaneSet,
+}
 
 #[derive(Debug)]
 enum Work {
     Query {
-        hashes: Vec<PageHash>,
+        hashes: Arc<[PageHash]>,
+        pools: Vec<PoolKind>,
     },
     Get {
         batch: u32,
         items: Vec<StoreItem>,
+    },
+    /// Nobody waits for it.
+    Touch {
+        hashes: Vec<PageHash>,
     },
     /// `lacking`: planes that pages of the batch do not have, and that must not be stored.
     Put {
@@ -63,25 +77,19 @@ struct Job {
     work: Work,
 }
 
-/// An end, and for pages that were read: which planes each lacks.
+/// An end.
 #[derive(Debug)]
 pub(super) struct Ended {
     pub(super) event: Event,
+    /// Of the pages that were read: which planes each lacks.
     pub(super) read: Vec<Gap>,
+    /// Bytes moved.
+    pub(super) bytes: u64,
 }
 
 /// What a lane leaves when it ends: everything that was asked has an end, and the store is free. Or the lane itself,
 /// if a call does not return.
 pub(super) type Detached = Result<(Vec<Ended>, Arc<dyn Store>), Box<StoreLane>>;
-
-/// What became of the pages of one plane.
-#[derive(Debug, Default)]
-struct Counters {
-    got: AtomicU64,
-    not_got: AtomicU64,
-    put: AtomicU64,
-    not_put: AtomicU64,
-}
 
 /// What a lane is made with, now and at the next attach.
 #[derive(Clone, Debug)]
@@ -111,19 +119,14 @@ impl LaneConfig {
         };
         Registered::attach((geometry, arena), store, name, self.draft, self.policy, votes)
     }
-}
 
-/// What the workers share.
-#[derive(Debug)]
-struct Shared {
-    store: Arc<dyn Store>,
-    arena: Arc<HostArena>,
-    planes: Vec<StoredPlane>,
-    counters: Vec<Counters>,
-    /// Planes that the store does not have: every page from there lacks them.
-    absent: Vec<PlaneId>,
-    call_budget: Option<Duration>,
-    bell: Bell,
+    /// Pools besides Full of which every plane may be missing.
+    fn optional_pools(&self, geometry: &Geometry) -> [bool; 3] {
+        PoolKind::ALL.map(|pool| {
+            let mut planes = geometry.planes_of(pool, PlaneSet::ALL);
+            pool != PoolKind::Full && planes.all(|(_, plane)| self.draft.may_miss(plane.kind()))
+        })
+    }
 }
 
 /// A store with the threads that call it. The number of calls in flight is bounded by the core, so the channels
@@ -151,7 +154,8 @@ impl StoreLane {
         let counters = planes.iter().map(|_| Counters::default()).collect();
         let (call_budget, bell) = (config.call_budget, config.bell.clone());
         let absent = registered.absent_planes();
-        let shared = Arc::new(Shared { store, arena, planes, counters, absent, call_budget, bell });
+        let optional = config.optional_pools(arena.geometry());
+        let shared = Arc::new(Shared { store, arena, planes, counters, absent, optional, call_budget, bell });
         let (jobs, work) = unbounded::<Job>();
         let (report, done) = unbounded();
         let threads = (0..config.threads.max(1))
@@ -159,7 +163,7 @@ impl StoreLane {
                 let (shared, work, report) = (Arc::clone(&shared), work.clone(), report.clone());
                 std::thread::Builder::new().name(format!("sapwood-store-{i}")).spawn(move || {
                     for job in work {
-                        let ended = shared.run(job);
+                        let Some(ended) = shared.run(job) else { continue };
                         if report.send(ended).is_err() {
                             return;
                         }
@@ -194,6 +198,7 @@ impl StoreLane {
             planes: planes
                 .map(|(p, c)| PlaneReport {
                     kind: p.kind,
+                    pool: p.pool,
                     required: p.required,
                     got_pages: of(&c.got),
                     not_got_pages: of(&c.not_got),
@@ -237,12 +242,30 @@ impl StoreLane {
             .or_insert_with(|| self.shared.planes.iter().map(|p| Space::new(p.descriptor, digest)).collect());
     }
 
-    pub(super) fn query(&mut self, op: OpId, namespace: NamespaceId, hashes: Vec<PageHash>) {
-        self.send(op, namespace, Work::Query { hashes });
+    pub(super) fn query(
+        &mut self,
+        op: OpId,
+        namespace: NamespaceId,
+        hashes: Arc<[PageHash]>,
+        pools: Vec<PoolKind>,
+    ) {
+        self.send(op, namespace, Work::Query { hashes, pools });
     }
 
     pub(super) fn get(&mut self, op: OpId, namespace: NamespaceId, batch: u32, items: Vec<StoreItem>) {
         self.send(op, namespace, Work::Get { batch, items });
+    }
+
+    /// Whether telling the store of uses elsewhere can make a difference.
+    pub(super) fn takes_touches(&self) -> bool {
+        self.is_open() && self.shared.store.caps().evicts
+    }
+
+    /// Pages used elsewhere; see [`Store::touch`]. `waiting_max`: left out if so many calls wait for a worker.
+    pub(super) fn touch(&mut self, namespace: NamespaceId, hashes: Vec<PageHash>, waiting_max: usize) {
+        if self.jobs.as_ref().is_some_and(|jobs| jobs.len() < waiting_max) {
+            self.send(OpId(u64::MAX), namespace, Work::Touch { hashes });
+        }
     }
 
     pub(super) fn put(
@@ -266,7 +289,7 @@ impl StoreLane {
     fn send(&mut self, op: OpId, namespace: NamespaceId, work: Work) {
         let spaces = self.spaces.get(&namespace).cloned().unwrap_or_else(|| Arc::from([]));
         let cancel = match work {
-            Work::Put { .. } => Cancel::new(),
+            Work::Put { .. } | Work::Touch { .. } => Cancel::new(),
             Work::Query { .. } | Work::Get { .. } => self.cancels.entry(op).or_default().clone(),
         };
         if let Some(jobs) = &self.jobs {
@@ -320,179 +343,5 @@ impl Drop for StoreLane {
         {
             registered.detach(&self.shared.arena, self.shared.store.as_ref());
         }
-    }
-}
-
-impl Shared {
-    fn run(&self, job: Job) -> Ended {
-        let Job { op, spaces, cancel, work } = job;
-        let call = match self.call_budget {
-            Some(budget) => Call::within(budget).with_cancel(&cancel),
-            None => Call::unbounded().with_cancel(&cancel),
-        };
-        let mut read = Vec::new();
-        let event = match work {
-            Work::Query { hashes } => Event::Queried { op, present: self.query(&spaces, &hashes, &call) },
-            Work::Get { batch, items } => {
-                let outcomes = self.get(&spaces, &items, &call, &mut read);
-                Event::Got { op, batch, outcomes }
-            }
-            Work::Put { batch, items, lacking } => {
-                Event::Put { op, batch, outcomes: self.put(&spaces, &items, &lacking, &call) }
-            }
-        };
-        Ended { event, read }
-    }
-
-    fn required(&self) -> impl Iterator<Item = usize> + '_ {
-        (0..self.planes.len()).filter(|&i| self.planes[i].required)
-    }
-
-    /// A page is present if all planes it can not do without are. `None` if that is not known for any page.
-    fn query(&self, spaces: &[Space], hashes: &[PageHash], call: &Call) -> Option<Vec<bool>> {
-        if spaces.len() != self.planes.len() {
-            return None;
-        }
-        let planes = self.required().count();
-        let keys: Vec<_> = hashes.iter().flat_map(|h| self.required().map(|i| spaces[i].key(&h.0))).collect();
-        let outcomes = self.store.query(&keys, call);
-        let known = outcomes.iter().any(|o| o.is_ok() || o.is_miss());
-        if planes == 0 || (!known && !hashes.is_empty()) {
-            return None;
-        }
-        let mut present: Vec<bool> = outcomes
-            .chunks(planes)
-            .map(|page| page.len() == planes && page.iter().all(|o| o.is_ok()))
-            .collect();
-        present.resize(hashes.len(), false);
-        Some(present)
-    }
-
-    /// Reads pages. What a page may miss and does miss is zeroed, so that nobody ever reads what lay there before,
-    /// and noted in `read`.
-    fn get(
-        &self,
-        spaces: &[Space],
-        items: &[StoreItem],
-        call: &Call,
-        read: &mut Vec<Gap>,
-    ) -> Vec<PageOutcome> {
-        let Some(mut claim) = self.claim(items, Access::Exclusive) else {
-            return vec![PageOutcome::Failed; items.len()];
-        };
-        let Some(objects) = self.objects(spaces, items, &[]) else {
-            return vec![PageOutcome::Failed; items.len()];
-        };
-        let outcomes = self.transfer(&objects, |batch| self.store.get(batch, call));
-        let mut pages = vec![PageOutcome::Done; items.len()];
-        let mut gaps = vec![PlaneSet::NONE; items.len()];
-        for ((page, plane, _), outcome) in objects.iter().zip(outcomes) {
-            let (stored, counters) = (self.planes[*plane], &self.counters[*plane]);
-            if outcome.is_ok() {
-                counters.got.fetch_add(1, Relaxed);
-                continue;
-            }
-            counters.not_got.fetch_add(1, Relaxed);
-            match stored.required {
-                true => pages[*page] = pages[*page].max(page_outcome(outcome)),
-                false => gaps[*page] = gaps[*page].with(stored.plane),
-            }
-        }
-        for page in 0..items.len() {
-            gaps[page] = self.absent.iter().fold(gaps[page], |gap, plane| gap.with(*plane));
-            let lacking = (0..self.arena.geometry().planes().len()).map(|i| PlaneId(i as u8));
-            for plane in lacking.filter(|plane| gaps[page].contains(*plane)) {
-                match claim.block_mut(plane, page) {
-                    Ok(block) => block.fill(0),
-                    Err(_) => pages[page] = PageOutcome::Failed,
-                }
-            }
-        }
-        let done = items.iter().zip(gaps).zip(&pages).filter(|(_, o)| **o == PageOutcome::Done);
-        read.extend(done.map(|((item, gap), _)| (item.host_page, gap)));
-        pages
-    }
-
-    /// Writes pages. A plane that may be missing does not decide whether the page is stored.
-    fn put(&self, spaces: &[Space], items: &[StoreItem], lacking: &[Gap], call: &Call) -> Vec<PageOutcome> {
-        let claim = self.claim(items, Access::Shared);
-        let objects = self.objects(spaces, items, lacking);
-        let (Some(claim), Some(objects)) = (claim, objects) else {
-            return vec![PageOutcome::Failed; items.len()];
-        };
-        let outcomes = self.transfer(&objects, |batch| self.store.put(batch, call));
-        drop(claim);
-        let mut pages = vec![PageOutcome::Done; items.len()];
-        for ((page, plane, _), outcome) in objects.iter().zip(outcomes) {
-            let counters = &self.counters[*plane];
-            let count = if outcome.is_ok() { &counters.put } else { &counters.not_put };
-            count.fetch_add(1, Relaxed);
-            if self.planes[*plane].required {
-                pages[*page] = pages[*page].max(page_outcome(outcome));
-            }
-        }
-        pages
-    }
-
-    /// Claims the memory of the pages. The operation owns them, so a claim can only fail by a bug; then nothing is
-    /// touched.
-    fn claim(&self, items: &[StoreItem], access: Access) -> Option<PageClaim> {
-        let pages: Vec<PageId> = items.iter().map(|i| i.host_page).collect();
-        match self.arena.claim(PoolKind::Full, &pages, access) {
-            Ok(claim) => Some(claim),
-            Err(error) => {
-                tracing::error!(%error, "sapwood: a store batch names pages that are in use");
-                None
-            }
-        }
-    }
-
-    /// One outcome per object; a store that answers less has failed the rest.
-    fn transfer(
-        &self,
-        objects: &[(usize, usize, Item)],
-        call: impl FnOnce(&[Item]) -> Vec<Outcome>,
-    ) -> Vec<Outcome> {
-        let batch: Vec<Item> = objects.iter().map(|(_, _, item)| item.clone()).collect();
-        let mut outcomes = call(&batch);
-        outcomes.resize(objects.len(), Outcome::Transport(TransportCause::Protocol));
-        outcomes
-    }
-
-    /// The objects of the pages: position of the page, of the plane, and what the store is given.
-    fn objects(
-        &self,
-        spaces: &[Space],
-        items: &[StoreItem],
-        lacking: &[Gap],
-    ) -> Option<Vec<(usize, usize, Item)>> {
-        if spaces.len() != self.planes.len() || spaces.is_empty() {
-            return None;
-        }
-        let lacks = |page: PageId, plane: PlaneId| {
-            lacking.iter().any(|(p, planes)| *p == page && planes.contains(plane))
-        };
-        let mut objects = Vec::with_capacity(items.len() * self.planes.len());
-        for (page, item) in items.iter().enumerate() {
-            for (i, (plane, space)) in self.planes.iter().zip(spaces).enumerate() {
-                if lacks(item.host_page, plane.plane) {
-                    continue;
-                }
-                let range = self.arena.range(plane.plane, item.host_page).ok()?;
-                let span = Span { region: plane.region, offset: range.offset, len: range.len };
-                objects.push((page, i, Item::one(space, &item.hash.0, span)));
-            }
-        }
-        Some(objects)
-    }
-}
-
-fn page_outcome(outcome: Outcome) -> PageOutcome {
-    match outcome {
-        Outcome::Ok(_) => PageOutcome::Done,
-        Outcome::Missing => PageOutcome::Missing,
-        o if o.is_miss() => PageOutcome::Corrupt,
-        Outcome::NoSpace | Outcome::Busy => PageOutcome::Refused,
-        _ => PageOutcome::Failed,
     }
 }

@@ -18,11 +18,11 @@ mod report;
 mod request;
 
 pub use builder::{BuildError, Builder, ModelIdentity};
-pub use cache::{CacheError, FinishError, PrefixCache};
+pub use cache::{CacheError, ComputeError, FinishError, NewWeightsError, PrefixCache};
 pub use delivery::{CostModel, Delivery};
 pub use draft::{DraftPlan, DraftPlanError};
 pub use executor::BytesMoved;
 pub use group::{Member, group};
 pub use registration::{AloneVotes, RankVotes, RegistrationError};
-pub use report::{PlaneReport, StoreReport};
+pub use report::{MissingPlane, PlaneReport, StoreReport};
 pub use request::Request;

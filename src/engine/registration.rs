@@ -37,13 +37,13 @@ pub enum RegistrationError {
     /// The transaction failed and was undone.
     #[error(
         "store {store} ({domain:?} memory, needs {need:?}): {} failed at {:?}: {}",
-        kind.map_or("registration".to_owned(), |k| format!("plane {k}")), failure.stage, failure.cause
+        plane.map_or("registration".to_owned(), |(k, p)| format!("plane {k} of {p:?}")), failure.stage, failure.cause
     )]
     Failed {
         /// Name of the store.
         store: &'static str,
-        /// Kind of the plane that failed first, if it was one of this rank.
-        kind: Option<PlaneKind>,
+        /// Kind and pool of the plane that failed first, if it was one of this rank.
+        plane: Option<(PlaneKind, PoolKind)>,
         /// Where the pools' memory comes from.
         domain: MemoryDomain,
         /// What the store addresses.
@@ -70,7 +70,7 @@ pub(super) struct Registered {
 }
 
 impl Registered {
-    /// Registers the memory of every plane of the pool `Full`, on all ranks or on none.
+    /// Registers the memory of every plane that has any, on all ranks or on none.
     pub(super) fn attach(
         (geometry, arena): (&Geometry, &HostArena),
         store: &dyn Store,
@@ -84,11 +84,12 @@ impl Registered {
         let requests = arena
             .regions()
             .filter_map(|(plane, region)| {
-                let shape = geometry.plane(plane).filter(|p| p.pool() == PoolKind::Full)?;
+                let shape = geometry.plane(plane).filter(|_| !region.is_empty())?;
                 let object_bytes = shape.page_bytes().saturating_add(HEADER_BYTES as u64);
                 Some(PlaneRequest {
                     plane,
                     kind: shape.kind(),
+                    pool: shape.pool(),
                     domain,
                     buffers: smallvec![region.len() as u64],
                     supported: object_bytes <= caps.object_bytes_max as u64,
@@ -113,7 +114,7 @@ impl Registered {
             let failed = this.machine.requests().iter().find(|r| Some(r.plane) == failure.plane);
             return Err(RegistrationError::Failed {
                 store: caps.name,
-                kind: failed.map(|r| r.kind),
+                plane: failed.map(|r| (r.kind, r.pool)),
                 domain,
                 need: caps.arena,
                 failure: failure.clone(),
@@ -130,17 +131,21 @@ impl Registered {
 
     /// The planes that were agreed on.
     pub(super) fn planes(&self) -> Vec<StoredPlane> {
-        let all_may_miss = self.machine.published_planes().all(|i| self.may_miss[i]);
+        let requests = self.machine.requests();
+        let mut of_full = self.machine.published_planes().filter(|&i| requests[i].pool == PoolKind::Full);
+        // Something has to say whether a prefix is there.
+        let only_draft = of_full.all(|i| self.may_miss[i]);
         self.machine
             .published_planes()
             .filter_map(|i| {
-                let request = &self.machine.requests()[i];
+                let PlaneRequest { plane, kind, pool, .. } = requests[i];
                 Some(StoredPlane {
-                    plane: request.plane,
-                    kind: request.kind,
+                    plane,
+                    kind,
+                    pool,
                     descriptor: self.descriptors[i],
                     region: self.tokens[i]?,
-                    required: !self.may_miss[i] || all_may_miss,
+                    required: !self.may_miss[i] || (only_draft && pool == PoolKind::Full),
                 })
             })
             .collect()
@@ -159,9 +164,9 @@ impl Registered {
         self.absent().map(|r| r.plane).collect()
     }
 
-    /// Their kinds.
-    pub(super) fn not_stored(&self) -> Vec<PlaneKind> {
-        self.absent().map(|r| r.kind).collect()
+    /// Their kinds and pools.
+    pub(super) fn not_stored(&self) -> Vec<(PlaneKind, PoolKind)> {
+        self.absent().map(|r| (r.kind, r.pool)).collect()
     }
 
     fn absent(&self) -> impl Iterator<Item = &PlaneRequest> {
@@ -212,12 +217,13 @@ impl Registered {
     fn log(&mut self, arena: &HostArena, store: &dyn Store) {
         for change in self.machine.take_transitions() {
             let requests = self.machine.requests();
-            let planes: Vec<String> = requests.iter().map(|r| r.kind.to_string()).collect();
+            let planes: Vec<String> =
+                requests.iter().map(|r| format!("{} of {:?}", r.kind, r.pool)).collect();
             let bytes: u64 = requests.iter().flat_map(|r| &r.buffers).sum();
             let buffers: usize = requests.iter().map(|r| r.buffers.len()).sum();
             let (from, to) = (change.from, change.to);
             let (memory, name) = (domain_of(arena), store.caps().name);
-            let planes = planes.join("+");
+            let planes = planes.join(", ");
             match self.machine.failure() {
                 Some(RegistrationFailure { stage, cause, .. }) => tracing::warn!(
                     ?from, ?to, planes, ?memory, store = name, buffers, bytes, ?stage, %cause,

@@ -1,6 +1,6 @@
 //! What the store has of a cache's planes, for logs, metrics and admin pages.
 
-use crate::pool::PlaneKind;
+use crate::pool::{PlaneKind, PoolKind};
 use crate::tiers::RegistrationState;
 use crate::tiers::registration::RegistrationFailure;
 
@@ -9,6 +9,8 @@ use crate::tiers::registration::RegistrationFailure;
 pub struct PlaneReport {
     /// What its bytes are.
     pub kind: PlaneKind,
+    /// The pool whose pages it follows.
+    pub pool: PoolKind,
     /// Whether a page without it is no page.
     pub required: bool,
     /// Pages read.
@@ -19,6 +21,17 @@ pub struct PlaneReport {
     pub put_pages: u64,
     /// Pages that could not be written.
     pub not_put_pages: u64,
+}
+
+/// A plane that pages of a request lack.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MissingPlane {
+    /// What its bytes would be.
+    pub kind: PlaneKind,
+    /// The pool whose pages lack it.
+    pub pool: PoolKind,
+    /// How many of the request's pages do.
+    pub pages: u32,
 }
 
 /// The store tier of a cache.
@@ -32,14 +45,14 @@ pub struct StoreReport {
     pub failure: Option<RegistrationFailure>,
     /// The planes that are stored.
     pub planes: Vec<PlaneReport>,
-    /// Planes that the store was to have and has not.
-    pub not_stored: Vec<PlaneKind>,
+    /// Planes that the store was to have and has not, by kind and pool.
+    pub not_stored: Vec<(PlaneKind, PoolKind)>,
 }
 
 impl StoreReport {
     /// 1 if the draft has no store tier although there is one: the gauge `draft_store_disabled`.
     #[must_use]
     pub fn draft_store_disabled(&self) -> u64 {
-        u64::from(self.not_stored.iter().any(|kind| kind.is_draft()))
+        u64::from(self.not_stored.iter().any(|(kind, _)| kind.is_draft()))
     }
 }

@@ -31,28 +31,32 @@ impl fmt::Debug for PageHash {
 /// seed, or `None` for the first page of the default namespace. One SHA-256 per page (124 ns for 16 tokens).
 pub fn hash_pages(key: Key<'_>, page_size: u32, prior: Option<[u8; 32]>, out: &mut Vec<PageHash>) {
     let units = page_size as usize;
-    let mut prior = prior;
-    let mut bytes: Vec<u8> = Vec::with_capacity(8 * units);
-    for page in 0..key.pages(page_size) as usize {
-        bytes.clear();
-        match key.view {
-            KeyView::Plain => {
-                let words = &key.tokens[page * units..][..units];
-                words.iter().for_each(|t| bytes.extend_from_slice(&t.to_le_bytes()));
-            }
-            KeyView::Bigram => {
-                for pair in key.tokens[page * units..][..=units].windows(2) {
-                    pair.iter().for_each(|t| bytes.extend_from_slice(&t.to_le_bytes()));
-                }
-            }
-        }
-        let mut hasher = Sha256::new();
-        if let Some(prior) = prior {
-            hasher.update(prior);
-        }
-        hasher.update(&bytes);
-        let digest: [u8; 32] = hasher.finalize().into();
-        out.push(PageHash(digest));
-        prior = Some(digest);
+    let words = match key.view {
+        KeyView::Plain => units,
+        KeyView::Bigram => 2 * units,
+    };
+    // The message of one page: what it is chained to, then its words. Filled in place, so that the copy is a block copy.
+    let mut message = vec![0; 32 + 4 * words];
+    let mut start = if prior.is_some() { 0 } else { 32 };
+    if let Some(prior) = prior {
+        message[..32].copy_from_slice(&prior);
     }
+    for page in 0..key.pages(page_size) as usize {
+        let tokens = &key.tokens[page * units..];
+        match key.view {
+            KeyView::Plain => put_words(&mut message[32..], &tokens[..units]),
+            KeyView::Bigram => {
+                let pairs = message[32..].chunks_exact_mut(8).zip(tokens[..=units].windows(2));
+                pairs.for_each(|(bytes, pair)| put_words(bytes, pair));
+            }
+        }
+        let digest: [u8; 32] = Sha256::digest(&message[start..]).into();
+        out.push(PageHash(digest));
+        message[..32].copy_from_slice(&digest);
+        start = 0;
+    }
+}
+
+fn put_words(bytes: &mut [u8], words: &[u32]) {
+    bytes.chunks_exact_mut(4).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_le_bytes()));
 }

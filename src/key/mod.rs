@@ -5,10 +5,12 @@
 
 mod event;
 mod hash;
+mod names;
 mod namespace;
 mod tokens;
 
 pub use event::{block_id, event_seed, framed_block_id};
 pub use hash::{PageHash, hash_pages};
+pub use names::{PageNames, extend_hashes};
 pub use namespace::{Namespace, NamespaceError, Namespaces};
 pub use tokens::{Key, KeyView, TokenError, tokens_from_i64};

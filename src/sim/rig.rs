@@ -5,6 +5,7 @@
 //! shows as a wrong stamp. Freed pages are poisoned at once.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use crate::base::{Digest, Fence, NamespaceId, OpId, PageId, Tier, Time};
 use crate::key::{Key, Namespace, PageHash, hash_pages};
@@ -47,7 +48,7 @@ pub enum Pending {
     /// Host to device.
     ToDevice(OpId, Vec<PagePair>),
     /// Which of these does the store hold, in each of the pools?
-    Query(OpId, Vec<PageHash>, Vec<PoolKind>),
+    Query(OpId, Arc<[PageHash]>, Vec<PoolKind>),
     /// Read from the store.
     Get(OpId, u32, Vec<StoreItem>),
     /// Write to the store.

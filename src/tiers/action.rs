@@ -4,6 +4,8 @@
 //! whatever becomes of the request that caused it. An executor answers every action that has an end with
 //! exactly one final event, also after a cancel.
 
+use std::sync::Arc;
+
 use crate::base::{Fence, NamespaceId, OpId, PageId};
 use crate::key::PageHash;
 pub use crate::pool::PoolKind;
@@ -60,7 +62,7 @@ pub enum Action {
         /// Namespace of the pages.
         namespace: NamespaceId,
         /// Content ids, in prefix order.
-        hashes: Vec<PageHash>,
+        hashes: Arc<[PageHash]>,
         /// The pools to look in, Full first.
         pools: Vec<PoolKind>,
     },

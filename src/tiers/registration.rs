@@ -20,7 +20,7 @@
 
 use smallvec::SmallVec;
 
-use crate::pool::{PlaneId, PlaneKind};
+use crate::pool::{PlaneId, PlaneKind, PoolKind};
 
 /// What to do when the store can not take the planes of the draft model.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
@@ -50,6 +50,8 @@ pub struct PlaneRequest {
     pub plane: PlaneId,
     /// What its bytes are.
     pub kind: PlaneKind,
+    /// The pool whose pages it follows.
+    pub pool: PoolKind,
     /// Where its memory comes from.
     pub domain: MemoryDomain,
     /// Bytes of each of its buffers, in the order in which they are registered.

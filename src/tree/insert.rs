@@ -2,7 +2,7 @@
 
 use crate::base::plant::{Plant, is_planted};
 use crate::base::{PageId, Tier};
-use crate::key::{Key, hash_pages};
+use crate::key::{Key, PageNames};
 
 use super::node::{NO_PAGE, ROOT, Residency};
 use super::walk::Walk;
@@ -25,7 +25,7 @@ impl Tree {
         key: Key<'_>,
         pages: &[PageId],
         owned_from: u32,
-        opts: InsertOpts,
+        opts: InsertOpts<'_>,
         out: &mut InsertOut,
     ) -> Result<Inserted, TreeError> {
         self.insert_with(key, pages, owned_from, InsertComponents::default(), opts, out)
@@ -44,7 +44,7 @@ impl Tree {
         pages: &[PageId],
         owned_from: u32,
         components: InsertComponents<'_>,
-        opts: InsertOpts,
+        opts: InsertOpts<'_>,
         out: &mut InsertOut,
     ) -> Result<Inserted, TreeError> {
         out.returned.clear();
@@ -65,7 +65,7 @@ impl Tree {
         pages: &[PageId],
         owned_from: u32,
         components: InsertComponents<'_>,
-        opts: InsertOpts,
+        opts: InsertOpts<'_>,
         out: &mut InsertOut,
     ) -> Result<Inserted, TreeError> {
         out.returned.clear();
@@ -83,7 +83,7 @@ impl Tree {
         pages: &[PageId],
         owned_from: u32,
         components: InsertComponents<'_>,
-        opts: InsertOpts,
+        opts: InsertOpts<'_>,
         out: &mut InsertOut,
     ) -> Result<Inserted, TreeError> {
         let whole = key.pages(self.page_size);
@@ -163,7 +163,7 @@ impl Tree {
         key: Key<'_>,
         pages: &[PageId],
         owned_from: u32,
-        opts: InsertOpts,
+        opts: InsertOpts<'_>,
         matched: u32,
         path: &mut Vec<u32>,
         out: &mut InsertOut,
@@ -187,7 +187,7 @@ impl Tree {
         }
         let mut last = path.last().copied().unwrap_or(ROOT);
         if matched < whole {
-            last = self.add_device_leaf(last, key, pages, matched);
+            last = self.add_device_leaf(last, key, pages, matched, opts.names);
             self.count_insert(last, opts, whole);
             path.push(last);
         }
@@ -216,7 +216,7 @@ impl Tree {
     }
 
     /// Hits are counted per page: a node that lies on both sides of the first page to count is split there.
-    fn split_for_hits(&mut self, opts: InsertOpts, path: &mut Vec<u32>) {
+    fn split_for_hits(&mut self, opts: InsertOpts<'_>, path: &mut Vec<u32>) {
         let Some(from) = opts.count_hits_from else { return };
         let crossing = path.iter().position(|&at| {
             let node = &self.arena.nodes[at as usize];
@@ -229,7 +229,7 @@ impl Tree {
         }
     }
 
-    fn count_insert(&mut self, at: u32, opts: InsertOpts, end: u32) {
+    fn count_insert(&mut self, at: u32, opts: InsertOpts<'_>, end: u32) {
         let uses_reach = self.orders.policy.uses_reach();
         let node = &mut self.arena.nodes[at as usize];
         // A new leaf counts whole if any page of it does; walked nodes were split at the border.
@@ -245,16 +245,23 @@ impl Tree {
         }
     }
 
-    fn add_device_leaf(&mut self, parent: u32, key: Key<'_>, pages: &[PageId], from: u32) -> u32 {
+    fn add_device_leaf(
+        &mut self,
+        parent: u32,
+        key: Key<'_>,
+        pages: &[PageId],
+        from: u32,
+        names: Option<&PageNames>,
+    ) -> u32 {
         let p = self.page_size as usize;
         let (from, whole) = (from as usize, pages.len());
         let tokens = &key.tokens[from * p..whole * p + self.view.overlap()];
         let run = self.arena.add_run(tokens, (whole - from) as u32);
         if self.hashing {
-            let prior = self.prior_hash(parent, key.ns);
-            self.hashed.clear();
-            hash_pages(Key { tokens, ..key }, self.page_size, prior, &mut self.hashed);
-            self.arena.set_hashes(run, 0, &self.hashed);
+            let mut hashes = std::mem::take(&mut self.hashed);
+            self.hash_below(parent, Key { tokens, ..key }, names, &mut hashes);
+            self.arena.set_hashes(run, 0, &hashes);
+            self.hashed = hashes;
         }
         let at = self.add_leaf(parent, key.ns, run);
         self.arena.set_pages(at, Tier::Device, &pages[from..]);

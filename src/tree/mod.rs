@@ -237,8 +237,8 @@ impl Tree {
         let tick = self.orders.tick;
         let policy = std::mem::take(&mut self.orders.policy);
         self.orders = Orders { tick, ..Orders::new(policy, self.has_components()) };
-        let TreeStats { splits, merges, refill_pages_dropped, .. } = self.stats;
-        self.stats = TreeStats { splits, merges, refill_pages_dropped, ..TreeStats::default() };
+        let TreeStats { splits, merges, refill_pages_dropped, hashed_pages, .. } = self.stats;
+        self.stats = TreeStats { splits, merges, refill_pages_dropped, hashed_pages, ..TreeStats::default() };
         Ok(())
     }
 

@@ -5,10 +5,19 @@
 
 use crate::base::plant::{Plant, is_planted};
 use crate::base::{NodeId, PageId};
-use crate::key::{Key, PageHash, hash_pages};
+use crate::key::{Key, PageHash, PageNames};
 
 use super::node::{ROOT, Residency};
 use super::{BackupRule, DropReason, HostInsert, Tree, TreeError};
+
+/// Names that come with a refill.
+#[derive(Clone, Copy)]
+enum Names<'a> {
+    /// Somebody says so: to be checked.
+    Claimed(&'a [PageHash]),
+    /// They can not be those of other tokens.
+    Proven(&'a PageNames),
+}
 
 impl Tree {
     /// Puts pages from a store below `anchor`. `rest` starts at the anchor's end (in the bigram view with the anchor's last
@@ -27,18 +36,47 @@ impl Tree {
         hashes: &[PageHash],
         out: &mut Vec<PageId>,
     ) -> Result<HostInsert, TreeError> {
+        self.refill(anchor, rest, host_pages, Names::Claimed(hashes), out)
+    }
+
+    /// [`insert_host`](Tree::insert_host) with names that need no check.
+    ///
+    /// # Errors
+    /// A key or list that does not fit. Nothing is changed, nothing handed over.
+    pub fn insert_host_named(
+        &mut self,
+        anchor: NodeId,
+        rest: Key<'_>,
+        host_pages: &[PageId],
+        names: &PageNames,
+        out: &mut Vec<PageId>,
+    ) -> Result<HostInsert, TreeError> {
+        self.refill(anchor, rest, host_pages, Names::Proven(names), out)
+    }
+
+    fn refill(
+        &mut self,
+        anchor: NodeId,
+        rest: Key<'_>,
+        host_pages: &[PageId],
+        names: Names<'_>,
+        out: &mut Vec<PageId>,
+    ) -> Result<HostInsert, TreeError> {
         self.check_key(rest)?;
         let whole = rest.pages(self.page_size);
         if host_pages.len() != whole as usize {
             return Err(TreeError::PageCount { want: whole, got: host_pages.len() });
         }
-        if hashes.len() != whole as usize && (self.hashing || !hashes.is_empty()) {
+        if let Names::Claimed(hashes) = names
+            && hashes.len() != whole as usize
+            && (self.hashing || !hashes.is_empty())
+        {
             return Err(TreeError::HashCount { want: whole, got: hashes.len() });
         }
         let Some(start) = self.arena.slot(anchor) else {
             return Ok(self.drop_refill(anchor, DropReason::AnchorGone, host_pages, out));
         };
-        let own_hashes = self.check_refill(start, rest, hashes)?;
+        let hashes = self.check_refill(start, rest, names)?;
         if self.rule == BackupRule::BackedUpParent && !is_planted(Plant::NoAnchorCheck) {
             match self.arena.nodes[start as usize].host {
                 Residency::Present => {}
@@ -51,7 +89,7 @@ impl Tree {
             }
         }
         self.tick();
-        self.commit_refill(start, rest, host_pages, own_hashes, out)
+        self.commit_refill(start, rest, host_pages, hashes, out)
     }
 
     fn drop_refill(
@@ -73,12 +111,13 @@ impl Tree {
         }
     }
 
-    /// Checks that `rest` continues the anchor and that the names are the pages'. Returns the names computed here.
+    /// Checks that `rest` continues the anchor and that the names are the pages'. Returns the hashes of its pages, none if the
+    /// tree keeps none.
     fn check_refill(
-        &self,
+        &mut self,
         start: u32,
         rest: Key<'_>,
-        hashes: &[PageHash],
+        names: Names<'_>,
     ) -> Result<Vec<PageHash>, TreeError> {
         let mut own = Vec::new();
         if start != ROOT {
@@ -94,9 +133,14 @@ impl Tree {
             }
         }
         if self.hashing {
-            hash_pages(rest, self.page_size, self.prior_hash(start, rest.ns), &mut own);
-            if let Some(at) = own.iter().zip(hashes).position(|(a, b)| a != b) {
-                return Err(TreeError::HashMismatch { page: at as u32 });
+            match names {
+                Names::Proven(names) => self.hash_below(start, rest, Some(names), &mut own),
+                Names::Claimed(hashes) => {
+                    self.hash_below(start, rest, None, &mut own);
+                    if let Some(at) = own.iter().zip(hashes).position(|(a, b)| a != b) {
+                        return Err(TreeError::HashMismatch { page: at as u32 });
+                    }
+                }
             }
         }
         Ok(own)

@@ -365,6 +365,7 @@ impl Tree {
             splits: self.stats.splits,
             merges: self.stats.merges,
             refill_pages_dropped: self.stats.refill_pages_dropped,
+            hashed_pages: self.stats.hashed_pages,
             ..TreeStats::default()
         };
         for n in sound.iter().filter(|&&at| at != ROOT).map(|&at| self.node(at)) {

@@ -4,7 +4,7 @@
 //! run, so a split never rehashes. A stored mark is one bit per page of the run.
 
 use crate::base::{NamespaceId, NodeId, OpId, Tier};
-use crate::key::{Key, PageHash, hash_pages};
+use crate::key::{Key, PageHash, PageNames, extend_hashes, hash_pages};
 
 use super::lock::Holder;
 use super::node::{NIL, ROOT, Residency, Run};
@@ -34,6 +34,7 @@ impl Tree {
             hashes.clear();
             let key = Key { ns, tokens: self.tokens_of(at), view: self.view };
             hash_pages(key, self.page_size, prior, &mut hashes);
+            self.stats.hashed_pages += hashes.len() as u64;
             self.arena.set_hashes(run, from, &hashes);
             self.hashed = hashes;
         }
@@ -47,6 +48,21 @@ impl Tree {
     /// What the hash of the first page below `parent` is chained to.
     pub(super) fn prior_hash(&self, parent: u32, ns: NamespaceId) -> Option<[u8; 32]> {
         if parent == ROOT { self.namespaces.seed(ns) } else { self.last_hash_of(parent).map(|hash| hash.0) }
+    }
+
+    /// Hashes of the pages of `rest`, which continues behind `parent`, into `out`: what `names` knows, the others computed.
+    pub(super) fn hash_below(
+        &mut self,
+        parent: u32,
+        rest: Key<'_>,
+        names: Option<&PageNames>,
+        out: &mut Vec<PageHash>,
+    ) {
+        let prior = self.prior_hash(parent, rest.ns);
+        let first = self.arena.nodes[parent as usize].end();
+        out.clear();
+        let computed = extend_hashes(rest, self.page_size, first, prior, names, out);
+        self.stats.hashed_pages += u64::from(computed);
     }
 
     /// Page hashes of a node; empty for the root.

@@ -91,7 +91,7 @@ impl Rig {
                 self.device_bytes[page.0 as usize] = stamp(key, i, p as usize);
             }
             let mut out = InsertOut::default();
-            let opts = InsertOpts { priority: 0, count_hits_from: Some(0) };
+            let opts = InsertOpts { priority: 0, count_hits_from: Some(0), names: None };
             let Ok(done) = self.tree.insert(key, &pages, found.device_pages, opts, &mut out) else {
                 assert!(found.loading_pages > 0, "only a load in the way stops an insert");
                 self.free_device(&pages[found.device_pages as usize..]);

@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 
 use crate::base::{NodeId, OpId, PageId};
-use crate::key::{KeyView, PageHash};
+use crate::key::{KeyView, PageHash, PageNames};
 
 use super::component::{Component, ComponentCopy, PerComponent};
 use super::policy::Policy;
@@ -139,12 +139,14 @@ impl HostPin {
 }
 
 /// How an insert is counted.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct InsertOpts {
+#[derive(Clone, Copy, Debug, Default)]
+pub struct InsertOpts<'a> {
     /// Raises the priority of the whole path to at least this.
     pub priority: i32,
     /// Pages from here on count one hit (a request that inserts in chunks counts each page once). `None`: no hit.
     pub count_hits_from: Option<u32>,
+    /// Hashes of pages of the key, where the caller has them: these are not computed again.
+    pub names: Option<&'a PageNames>,
 }
 
 /// Page lists of an insert, cleared by it. Keep one and reuse it.
@@ -369,4 +371,6 @@ pub struct TreeStats {
     pub merges: u64,
     /// Refilled pages that were dropped since the tree was made.
     pub refill_pages_dropped: u64,
+    /// Page hashes computed since the tree was made.
+    pub hashed_pages: u64,
 }

@@ -17,7 +17,7 @@ fn four_pages(rig: &mut Rig) -> Inserted {
     assert!(rig.device.alloc(4, &mut pages));
     let window = [PageId(102), PageId(103)];
     let given = InsertComponents { window_from: 2, window: &window, state: Some(PageId(190)) };
-    let opts = InsertOpts { priority: 0, count_hits_from: Some(0) };
+    let opts = InsertOpts { count_hits_from: Some(0), ..InsertOpts::default() };
     rig.tree.insert_with(key(&tokens), &pages, 0, given, opts, &mut InsertOut::default()).unwrap()
 }
 

@@ -49,7 +49,7 @@ impl Rig {
         let need = key.pages(self.tree.page_size()) - found.device_pages;
         assert!(self.device.alloc(need, &mut pages), "the story leaves room");
         let mut out = InsertOut::default();
-        let opts = InsertOpts { priority: 0, count_hits_from: Some(0) };
+        let opts = InsertOpts { priority: 0, count_hits_from: Some(0), names: None };
         let done = self.tree.insert(key, &pages, found.device_pages, opts, &mut out).unwrap();
         self.device.free(&out.returned).unwrap();
         self.tree.unlock(lock).unwrap();

@@ -18,7 +18,7 @@ fn insert(rig: &mut Rig, text: &str, from: u32, first: u32) -> Inserted {
     assert!(rig.device.alloc(key(&tokens).pages(P) - found.device_pages, &mut pages));
     let window: Vec<PageId> = (from..text.len() as u32).map(|i| PageId(first + i)).collect();
     let given = InsertComponents { window_from: from, window: &window, state: Some(PageId(first + 90)) };
-    let opts = InsertOpts { priority: 0, count_hits_from: Some(0) };
+    let opts = InsertOpts { priority: 0, count_hits_from: Some(0), names: None };
     let mut out = InsertOut::default();
     let owned = found.device_pages;
     let done = rig.tree.insert_with(key(&tokens), &pages, owned, given, opts, &mut out).unwrap();

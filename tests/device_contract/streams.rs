@@ -1,6 +1,6 @@
 //! What only a stream device can show: its engines, its events, a driver that fails.
 
-use sapwood::backend::device::{CopyPart, DeviceError, Direction, Outcome, Submit, TransferState};
+use sapwood::backend::device::{CopyPart, Device, DeviceError, Direction, Outcome, Submit, TransferState};
 use sapwood::base::{Fence, PageId, Tier};
 use sapwood::pool::PoolKind;
 
@@ -47,6 +47,10 @@ fn a_load_is_waited_for_by_the_stream_that_needs_it() {
         rig.assert_stamp(Tier::Host, PoolKind::Full, 5, 33);
         let (device, _) = rig.stream_device();
         device.wait_layer(&load, 1, COMPUTE).unwrap();
+        // The same through the trait, which is what a cache holds.
+        let device: &mut dyn Device = device;
+        assert!(device.wait_layer(&load, 2, COMPUTE).unwrap());
+        assert_eq!(device.note_compute(COMPUTE).unwrap(), device.launched());
         drop(backup);
     }
 }

@@ -105,7 +105,7 @@ impl Engine {
         }
         let pages = self.cache.pages(&request).unwrap().len();
         let missing = self.cache.missing_planes(&request).unwrap();
-        let without_draft = missing.iter().map(|(_, pages)| *pages).sum();
+        let without_draft = missing.iter().map(|m| m.pages).sum();
         self.check(&request, tokens, pages, without_draft == 0);
         let more = tokens.len() / PAGE_TOKENS - pages;
         let granted = self.cache.alloc(&mut request, more as u32).unwrap();

@@ -12,7 +12,7 @@ use sapwood::backend::store::mem::MemStore;
 use sapwood::backend::store::mooncake::{MooncakeConfig, MooncakeStore};
 use sapwood::backend::store::{Call, Store};
 use sapwood::engine::{BuildError, Builder, DraftPlan, PrefixCache, RankVotes, RegistrationError};
-use sapwood::pool::PlaneKind;
+use sapwood::pool::{PlaneKind, PoolKind};
 use sapwood::tiers::registration::{Cause, Stage, Vote};
 use sapwood::tiers::{RegistrationPolicy, RegistrationState};
 
@@ -82,8 +82,11 @@ fn r2_a_draft_on_the_embedded_library_stand_in() {
     for (refusing, plane) in [("refuse-2", PlaneKind::Target), ("refuse-3", PlaneKind::Draft)] {
         let store = Arc::new(Refusing::nth(stand_in::open(refusing), 99));
         let (b, _) = builder(&geometry(true), ALONE, Some(Arc::clone(&store) as Arc<dyn Store>));
-        let RegistrationError::Failed { kind, failure, .. } = refused(b) else { panic!("another error") };
-        assert_eq!((kind, failure.cause), (Some(plane), Cause::Refused { code: -1 }));
+        let RegistrationError::Failed { plane: failed, failure, .. } = refused(b) else {
+            panic!("another error")
+        };
+        let plane = Some((plane, PoolKind::Full));
+        assert_eq!((failed, failure.cause), (plane, Cause::Refused { code: -1 }));
         assert_eq!(store.registered(), 0);
     }
 }
@@ -243,8 +246,9 @@ fn a_refused_draft_closes_or_falls_back_as_configured() {
         let store = Arc::new(Refusing::nth(MemStore::new(1 << 20), plane + 1));
         let (b, _) = builder(&geometry(true), ALONE, Some(Arc::clone(&store) as Arc<dyn Store>));
         match refused(b) {
-            RegistrationError::Failed { store: "mem", kind, failure, .. } => {
-                assert_eq!(kind, Some([PlaneKind::Target, PlaneKind::Draft][plane]));
+            RegistrationError::Failed { store: "mem", plane: failed, failure, .. } => {
+                let kind = [PlaneKind::Target, PlaneKind::Draft][plane];
+                assert_eq!(failed, Some((kind, PoolKind::Full)));
                 assert_eq!((failure.stage, failure.cause), (Stage::Register, Cause::Refused { code: -1 }));
             }
             other => panic!("{other:?}"),
@@ -262,7 +266,10 @@ fn a_refused_draft_closes_or_falls_back_as_configured() {
     let mut engine = fallback(Arc::new(Refusing::nth(store.into_inner(), 2)));
     let report = engine.cache.store_report();
     assert_eq!(report.state, Some(RegistrationState::FallbackHost));
-    assert_eq!((report.draft_store_disabled(), report.not_stored), (1, vec![PlaneKind::Draft]));
+    assert_eq!(
+        (report.draft_store_disabled(), report.not_stored),
+        (1, vec![(PlaneKind::Draft, PoolKind::Full)])
+    );
     // A plane that the store does not have is missing from every page that comes from there, and that is said.
     assert_eq!(engine.run(&prompt(1, PAGES)), Found { pages: FOUND, without_draft: FOUND as u32 });
 }

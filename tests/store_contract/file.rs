@@ -128,6 +128,27 @@ fn pages_that_are_read_outlive_pages_that_are_not() {
     }
 }
 
+/// So does a page that is used elsewhere, if the store is told.
+#[test]
+fn pages_that_are_touched_outlive_pages_that_are_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut c = config(&dir.path().join("s"));
+    c.bytes_max = 512 << 10;
+    let store = FileStore::open(c).unwrap();
+    let a = Arena::new(&store, LEN);
+    (0..3).for_each(|n| assert!(put(&store, &a, n).is_ok()));
+    for n in 100..600 {
+        assert_eq!(put(&store, &a, n), Outcome::Ok(LEN));
+        if n % 4 == 0 {
+            store.touch(&[key(0), key(99), key(2)], &Call::unbounded());
+        }
+    }
+    assert_eq!([0, 1, 2].map(|n| got(&store, &a, n).is_ok()), [true, false, true]);
+    assert!(store.stats().rescued_total >= 10);
+    store.close(soon()).unwrap();
+    store.touch(&[key(0)], &Call::unbounded());
+}
+
 /// A store in which everything is read still takes new pages.
 #[test]
 fn rescuing_leaves_room_for_new_pages() {

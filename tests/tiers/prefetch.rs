@@ -52,6 +52,34 @@ fn a_prefetch_brings_what_a_load_then_restores() {
     rig.assert_quiet();
 }
 
+/// The name of a page costs a SHA-256. A prompt was hashed when the store was asked, again when the answer was attached and
+/// again when it was published; now its request keeps the names, and each page is hashed once.
+#[test]
+fn a_prompt_is_hashed_once() {
+    let mut rig = rig(16, 16, WT1, &["ABC"]);
+    let request = start(&mut rig, "ABCDEF");
+    rig.drain();
+    assert_eq!(ended(&mut rig, request).loaded_tokens, 12);
+    rig.match_prefix(request, &t("ABCDEF")).unwrap();
+    rig.load_back(request).unwrap();
+    rig.drain();
+    assert_eq!(rig.alloc(request, 4), Ok(Alloc::Granted));
+    // In chunks, and with a page that was not part of the prompt.
+    for published in ["ABCD", "ABCDEFG"] {
+        rig.compute(request, &t(published), NamespaceId::DEFAULT);
+        assert_eq!(
+            rig.checkpoint(request, &t(published)).unwrap().published_tokens,
+            t(published).len() as u64
+        );
+    }
+    rig.finish(request, &t("ABCDEFG")).unwrap();
+    rig.drain();
+    let hashed = (rig.core.stats().hashed_pages, rig.core.tree().stats().hashed_pages);
+    assert_eq!(hashed, (6, 1), "six of the prompt, one of what was generated");
+    rig.assert_stored();
+    rig.assert_quiet();
+}
+
 /// sgl#31902, sgl#30106 (B01): the anchor of a refill was device-only when the data arrived. Hanging a host child
 /// under it corrupts the tree later. The refill is dropped, all of it goes back, a counter says so.
 #[test]

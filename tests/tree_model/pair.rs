@@ -322,7 +322,7 @@ impl Pair {
         held: Option<&DeviceLock>,
     ) {
         let mut out = InsertOut::default();
-        let opts = InsertOpts { priority, count_hits_from: hits };
+        let opts = InsertOpts { priority, count_hits_from: hits, names: None };
         // The request keeps a window of its last pages, and a state at its end.
         let whole = pages.len() as u32;
         let window_from = whole - whole.min(self.spans[0] + hits.unwrap_or(0) % 2);

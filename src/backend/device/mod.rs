@@ -138,6 +138,24 @@ pub trait Device: Send {
     /// The fence behind all compute work launched so far: for pages whose last use nobody can name.
     fn launched(&self) -> Fence;
 
+    /// The fence behind everything that was submitted to a compute stream so far. The stream is a raw handle of the
+    /// driver and must be alive; a device without streams gives the fence behind all work that it was told of.
+    fn note_compute(&mut self, stream: u64) -> Result<Fence, DeviceError> {
+        let _ = stream;
+        Ok(self.launched())
+    }
+
+    /// Lets later work of a compute stream wait until the layers `..=layer` of a load are there, without waiting here.
+    /// `Ok(false)`: they are not, and the device has no streams that could wait for them.
+    fn wait_layer(&mut self, load: &Transfer, layer: u32, stream: u64) -> Result<bool, DeviceError> {
+        let _ = stream;
+        match load.state() {
+            TransferState::Done => Ok(true),
+            TransferState::Pending => Ok(load.layers_ready() > layer),
+            TransferState::Failed => Err(DeviceError::TransferFailed),
+        }
+    }
+
     /// Appends the jobs that ended since the last call, in the order they ended.
     fn poll(&mut self, out: &mut Vec<Completion>) -> Result<(), DeviceError>;
 

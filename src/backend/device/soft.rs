@@ -184,8 +184,8 @@ struct Shared {
     memory: Arc<HostArena>,
     options: SoftOptions,
     state: Mutex<State>,
-    /// Something to run, or the end.
-    work: Condvar,
+    /// Something to run in that direction, or the end.
+    work: [Condvar; 3],
     /// A job ended.
     idle: Condvar,
 }
@@ -233,8 +233,13 @@ impl SoftDevice {
             closed: false,
             stop: false,
         };
-        let shared =
-            Shared { memory, options, state: Mutex::new(state), work: Condvar::new(), idle: Condvar::new() };
+        let shared = Shared {
+            memory,
+            options,
+            state: Mutex::new(state),
+            work: Default::default(),
+            idle: Condvar::new(),
+        };
         let mut owner = Owner { shared: Arc::new(shared), workers: Vec::new() };
         if options.mode == Mode::Threaded {
             for direction in Direction::ALL {
@@ -349,8 +354,7 @@ impl SoftDevice {
         let mut s = self.lock();
         s.compute_open.remove(&piece.number());
         s.uses.retain(|_, &mut last| last != piece.number());
-        drop(s);
-        self.owner.shared.work.notify_all();
+        self.owner.shared.wake_workers(s);
     }
 
     /// The fence behind all compute work begun so far.
@@ -499,6 +503,15 @@ impl Shared {
         }
     }
 
+    /// Wakes the workers that have something to run and do not run already: a wake-up costs the caller microseconds.
+    fn wake_workers(&self, s: MutexGuard<'_, State>) {
+        let runs = Direction::ALL.map(|d| s.head_runs(d));
+        drop(s);
+        for (work, _) in self.work.iter().zip(runs).filter(|(_, runs)| *runs) {
+            work.notify_one();
+        }
+    }
+
     /// Runs everything that can run. For the inline mode.
     fn run_inline(&self) {
         loop {
@@ -565,7 +578,7 @@ fn work(shared: &Shared, direction: Direction) {
     loop {
         let mut s = shared.lock();
         while !s.stop && !s.head_runs(direction) {
-            s = shared.work.wait(s).unwrap_or_else(PoisonError::into_inner);
+            s = shared.work[q].wait(s).unwrap_or_else(PoisonError::into_inner);
         }
         if s.stop {
             return;
@@ -588,7 +601,7 @@ fn work(shared: &Shared, direction: Direction) {
 impl Drop for Owner {
     fn drop(&mut self) {
         self.shared.lock().stop = true;
-        self.shared.work.notify_all();
+        self.shared.work.iter().for_each(Condvar::notify_all);
         let here = std::thread::current().id();
         for worker in self.workers.drain(..) {
             // The last handle may go inside a waker, on a worker; that one ends by itself.
@@ -666,11 +679,13 @@ impl Device for SoftDevice {
         });
         running.fill();
         s.queues[q].push_back(running);
-        drop(s);
         match shared.options.mode {
             Mode::Manual => {}
-            Mode::Threaded => shared.work.notify_all(),
-            Mode::Inline => shared.run_inline(),
+            Mode::Threaded => shared.wake_workers(s),
+            Mode::Inline => {
+                drop(s);
+                shared.run_inline();
+            }
         }
         Ok(Submit::Started(handle))
     }

@@ -441,6 +441,14 @@ fn fill<const N: usize>(
 }
 
 impl<D: Driver> Device for StreamDevice<D> {
+    fn note_compute(&mut self, stream: u64) -> Result<Fence, DeviceError> {
+        StreamDevice::note_compute(self, stream)
+    }
+
+    fn wait_layer(&mut self, load: &Transfer, layer: u32, stream: u64) -> Result<bool, DeviceError> {
+        StreamDevice::wait_layer(self, load, layer, stream).map(|()| true)
+    }
+
     fn geometry(&self) -> &Arc<Geometry> {
         &self.geometry
     }

@@ -68,6 +68,9 @@ struct Plan {
     struck: u64,
     released: bool,
     waiting: usize,
+    /// Registrations to come before the one that is refused, and its code.
+    refusal: Option<(u64, i32)>,
+    registered: usize,
 }
 
 /// A store with faults. Calls without a matching rule pass unchanged.
@@ -99,6 +102,16 @@ impl<S: Store> Faulty<S> {
     /// Adds a rule. The first rule that matches an item decides.
     pub fn add(&self, op: OpKind, when: When, fault: Fault) {
         locked(&self.plan).rules.push(Rule { op, when, fault });
+    }
+
+    /// Refuses the `nth` registration from now on, counted from 1, with a code of the backend.
+    pub fn refuse_registration(&self, nth: u64, code: i32) {
+        locked(&self.plan).refusal = Some((nth, code));
+    }
+
+    /// Registrations that stand.
+    pub fn registrations(&self) -> usize {
+        locked(&self.plan).registered
     }
 
     /// Removes all rules; items in a hang go on.
@@ -229,18 +242,35 @@ impl<S: Store> Store for Faulty<S> {
     }
 
     fn register(&self, region: &Arc<Region>) -> Result<RegionToken, RegisterError> {
+        {
+            let mut plan = locked(&self.plan);
+            match plan.refusal {
+                Some((1, code)) => {
+                    plan.refusal = None;
+                    return Err(RegisterError::Refused { code });
+                }
+                Some((nth, code)) => plan.refusal = Some((nth.saturating_sub(1), code)),
+                None => {}
+            }
+        }
         let token = self.inner.register(region)?;
         self.regions.adopt(token, region);
+        locked(&self.plan).registered += 1;
         Ok(token)
     }
 
     fn unregister(&self, token: RegionToken) -> Result<(), RegisterError> {
         self.inner.unregister(token)?;
+        locked(&self.plan).registered -= 1;
         self.regions.unregister(token)
     }
 
     fn query(&self, keys: &[StoreKey], call: &Call) -> Vec<Outcome> {
         self.strike(OpKind::Query, keys, |k| *k, |keys| self.inner.query(keys, call), |_, _, a| a, |_| 0)
+    }
+
+    fn touch(&self, keys: &[StoreKey], call: &Call) {
+        self.inner.touch(keys, call);
     }
 
     fn get(&self, items: &[Item], call: &Call) -> Vec<Outcome> {

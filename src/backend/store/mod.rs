@@ -189,6 +189,12 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Presence of each key, in order: `Ok(payload bytes)`, `Missing`, or why it is not known. O(keys).
     fn query(&self, keys: &[StoreKey], call: &Call) -> Vec<Outcome>;
 
+    /// Pages that were used elsewhere, so that a store that evicts by use keeps them. A hint: what is not there is passed
+    /// over, and nothing is promised. Default: nothing happens.
+    fn touch(&self, keys: &[StoreKey], call: &Call) {
+        let _ = (keys, call);
+    }
+
     /// Reads each object into its spans, in order. The sum of the spans must equal the stored payload
     /// length, otherwise `SizeMismatch` and nothing is written.
     fn get(&self, items: &[Item], call: &Call) -> Vec<Outcome>;
@@ -236,6 +242,10 @@ impl<T: Store + ?Sized> Store for Arc<T> {
 
     fn query(&self, keys: &[StoreKey], call: &Call) -> Vec<Outcome> {
         (**self).query(keys, call)
+    }
+
+    fn touch(&self, keys: &[StoreKey], call: &Call) {
+        (**self).touch(keys, call);
     }
 
     fn get(&self, items: &[Item], call: &Call) -> Vec<Outcome> {

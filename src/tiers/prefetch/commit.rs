@@ -82,7 +82,7 @@ impl Core {
     fn anchor_now(&mut self, op: OpId) -> NodeId {
         let Some(p) = self.prefetches.ops.get_mut(&op) else { return self.tree.root() };
         if self.tree.depth_pages(p.anchor).is_err() {
-            let tokens = &p.tokens[..p.anchor_pages as usize * self.config.page_size as usize];
+            let tokens = &p.names.row()[..p.anchor_pages as usize * self.config.page_size as usize];
             if let Some(node) = self.tree.node_at(Key::new(p.namespace, tokens)) {
                 p.anchor = node;
             }
@@ -119,11 +119,10 @@ impl Core {
         let Some(p) = self.prefetches.ops.get(&op).filter(|_| stop > 0) else { return nothing };
         let page_size = self.config.page_size as usize;
         let from = p.anchor_pages as usize * page_size;
-        let key = Key::new(p.namespace, &p.tokens[from..from + stop as usize * page_size]);
+        let key = Key::new(p.namespace, &p.names.row()[from..from + stop as usize * page_size]);
         let end = p.anchor_pages + stop;
         let mut returned = Vec::new();
-        let hashes = &p.hashes[..stop as usize];
-        let done = match self.tree.insert_host(anchor, key, &taken.full, hashes, &mut returned) {
+        let done = match self.tree.insert_host_named(anchor, key, &taken.full, &p.names, &mut returned) {
             Ok(done) => done,
             Err(error) => {
                 tracing::error!(%error, "sapwood: a refill was refused");

@@ -18,6 +18,7 @@ mod commit;
 mod read;
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use super::action::{Action, PageOutcome, PoolKind};
 use super::components::pool_kind;
@@ -28,7 +29,7 @@ use super::outcome::{Prefetch, PrefetchEnd, PrefetchState, Refusal};
 use super::request::RequestId;
 use crate::base::containers::Map;
 use crate::base::{NamespaceId, NodeId, OpId, PageId, Time};
-use crate::key::{Key, PageHash, hash_pages};
+use crate::key::{Key, PageNames};
 use crate::tree::HostPin;
 
 /// One page to read.
@@ -77,10 +78,8 @@ struct PrefetchOp {
     /// Keeps the host copies up to the anchor, if it had one, until the commit (where parents need none, also what of that
     /// path is only on the device).
     pin: Option<HostPin>,
-    /// Tokens from the root on, whole pages.
-    tokens: Vec<u32>,
-    /// Names of the pages behind the anchor.
-    hashes: Vec<PageHash>,
+    /// Tokens from the root on, whole pages, and the names of the pages behind the anchor.
+    names: PageNames,
     present: Presence,
     /// Pages the store says it holds, from the anchor on; `None` until it has answered.
     hit_pages: Option<u32>,
@@ -166,15 +165,17 @@ impl Core {
         if rest.is_empty() || rest.len() < self.config.prefetch.threshold_tokens as usize {
             return Ok(Prefetch::Refused(self.refused(Refusal::BelowThreshold)));
         }
-        let mut hashes = Vec::with_capacity(rest.len() / page_size);
         let seed = self.tree.namespaces().seed(namespace);
         let prior = self.tree.last_hash(found.node)?.map(|hash| hash.0).or(seed);
-        hash_pages(Key::new(namespace, rest), self.config.page_size, prior, &mut hashes);
+        let whole = Key::new(namespace, &tokens[..whole]);
+        let known = self.request_ref(id)?.names.as_ref();
+        let names = PageNames::new(whole, self.config.page_size, anchor_pages, prior, known);
         let op = self.new_op();
         self.stats.prefetches += 1;
+        self.stats.hashed_pages += u64::from(names.computed());
         let pools =
             std::iter::once(PoolKind::Full).chain(self.components.configured().map(pool_kind)).collect();
-        let action = Action::StoreQuery { op, namespace, hashes: hashes.clone(), pools };
+        let action = Action::StoreQuery { op, namespace, hashes: Arc::clone(names.hashes()), pools };
         let started = Prefetch::Started { op, tokens: rest.len() as u64 };
         self.prefetches.ops.insert(
             op,
@@ -184,8 +185,7 @@ impl Core {
                 anchor: found.node,
                 anchor_pages,
                 pin: self.tree.pin_host(found.node).ok(),
-                tokens: tokens[..whole].to_vec(),
-                hashes,
+                names: names.clone(),
                 present: Presence::default(),
                 hit_pages: None,
                 items: Vec::new(),
@@ -199,6 +199,7 @@ impl Core {
             },
         );
         let request = self.request_mut(id)?;
+        request.names = Some(names);
         request.prefetch = Some(op);
         request.prefetch_end = None;
         request.prefetch_attempts += 1;
@@ -241,7 +242,7 @@ impl Core {
 
     /// How long a request waits for a prefetch by the policy; `None`: as long as it takes.
     fn wait_budget_us(&self, prefetch: &PrefetchOp) -> Option<u64> {
-        let looked_up = self.tokens_of(prefetch.hashes.len() as u32);
+        let looked_up = self.tokens_of(prefetch.names.hashes().len() as u32);
         let by_formula = |base_ms: u64, per_ki_token_ms: u64| {
             let ki_tokens_ms = per_ki_token_ms.saturating_mul(looked_up) / 1024;
             base_ms.saturating_add(ki_tokens_ms).saturating_mul(1000)

@@ -74,7 +74,7 @@ impl Core {
             self.stats.stray_events += 1;
             return;
         };
-        let asked = p.hashes.len();
+        let asked = p.names.hashes().len();
         let mut answers = present.unwrap_or_default().chunks(asked.max(1));
         for pool in std::iter::once(PoolKind::Full).chain(self.components.configured().map(pool_kind)) {
             p.present.0[pool.index()] = answers.next().unwrap_or_default().to_vec();
@@ -204,7 +204,7 @@ impl Core {
             let items = p.items[first..last]
                 .iter()
                 .filter_map(|item| {
-                    let (pool, hash) = (item.pool, p.hashes[item.at as usize]);
+                    let (pool, hash) = (item.pool, p.names.hashes()[item.at as usize]);
                     item.page.map(|host_page| StoreItem { pool, hash, host_page })
                 })
                 .collect();

@@ -79,15 +79,21 @@ fn plane(n: u8, kind: PlaneKind, buffers: usize) -> PlaneRequest {
     PlaneRequest {
         plane: PlaneId(n),
         kind,
+        pool: PoolKind::Full,
         domain: MemoryDomain::Shared,
         buffers: smallvec![4096; buffers],
         supported: true,
     }
 }
 
+fn beside(n: u8, kind: PlaneKind, pool: PoolKind, buffers: usize) -> PlaneRequest {
+    PlaneRequest { pool, ..plane(n, kind, buffers) }
+}
+
 /// Plans of planes, with the draft in different places.
 fn plans() -> Vec<Vec<PlaneRequest>> {
     use PlaneKind::{Draft, DraftIndex, Index, Latent, Scale, State, Target};
+    use PoolKind::{State as Slots, Window};
     vec![
         vec![plane(0, Target, 1)],
         vec![plane(0, Target, 1), plane(1, Draft, 1)],
@@ -98,8 +104,20 @@ fn plans() -> Vec<Vec<PlaneRequest>> {
             plane(2, Index, 1),
             plane(3, DraftIndex, 1),
             plane(4, Scale, 1),
-            plane(5, State, 2),
+            beside(5, State, Slots, 2),
         ],
+        // Planes of every pool, each with its draft's.
+        vec![
+            beside(0, Draft, Window, 1),
+            plane(1, Target, 1),
+            beside(2, Target, Window, 1),
+            beside(3, DraftIndex, Window, 1),
+            beside(4, State, Slots, 1),
+            beside(5, Draft, Slots, 1),
+            plane(6, Draft, 1),
+        ],
+        // Windows are the draft's alone.
+        vec![plane(0, Target, 1), beside(1, Draft, Window, 2), beside(2, DraftIndex, Window, 1)],
     ]
 }
 

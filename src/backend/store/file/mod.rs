@@ -384,6 +384,21 @@ impl Store for FileStore {
         out
     }
 
+    fn touch(&self, keys: &[StoreKey], call: &Call) {
+        let inside = self.inner.gate.enter();
+        if inside.is_none() || call.stopped().is_some() {
+            return;
+        }
+        let index = locked(&self.inner.log.index);
+        let found = keys.iter().filter_map(|key| {
+            let loc = index.pages.get(key)?;
+            Some((index.segments.get(&loc.segment).cloned()?, loc.unit))
+        });
+        let found: Vec<_> = found.collect();
+        drop(index);
+        found.iter().for_each(|(segment, unit)| segment.touch(*unit));
+    }
+
     fn get(&self, items: &[Item], call: &Call) -> Vec<Outcome> {
         let Some(_inside) = self.inner.gate.enter() else { return vec![Outcome::Closed; items.len()] };
         let out = batches::get(&*self.engine, &self.inner, items, call);

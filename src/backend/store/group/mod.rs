@@ -451,6 +451,19 @@ impl<S: Store> Store for Grouped<S> {
         self.batch(OpKind::Query, keys, || self.query_all(keys, call))
     }
 
+    /// The pages' own names, and the groups that are known to hold them.
+    fn touch(&self, keys: &[StoreKey], call: &Call) {
+        let mut names = keys.to_vec();
+        {
+            let mut index = locked(&self.index);
+            let groups = keys.iter().filter_map(|key| index.get(key, Trust::Neighbours));
+            names.extend(groups.map(|group| group.key));
+        }
+        names.sort_unstable();
+        names.dedup();
+        self.inner.touch(&names, call);
+    }
+
     fn get(&self, items: &[Item], call: &Call) -> Vec<Outcome> {
         self.batch(OpKind::Get, items, || self.get_all(items, call))
     }

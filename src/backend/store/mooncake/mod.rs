@@ -397,6 +397,15 @@ impl Store for MooncakeStore {
         self.batch(OpKind::Query, keys, call, || self.query_all(keys, call))
     }
 
+    /// The pool protects for [`LEASE`] what it reports present, and evicts first what has been unprotected for longest.
+    fn touch(&self, keys: &[StoreKey], call: &Call) {
+        if let Some(_inside) = self.gate.enter()
+            && call.stopped().is_none()
+        {
+            self.service().exist(keys, call);
+        }
+    }
+
     fn get(&self, items: &[Item], call: &Call) -> Vec<Outcome> {
         self.batch(OpKind::Get, items, call, || self.get_all(items, call))
     }

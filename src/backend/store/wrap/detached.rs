@@ -249,6 +249,13 @@ impl<S: Store + 'static> Store for Detached<S> {
         self.counted(OpKind::Query, out)
     }
 
+    fn touch(&self, keys: &[StoreKey], call: &Call) {
+        self.keys(keys, call, |inner, keys, call| {
+            inner.touch(keys, call);
+            vec![Outcome::Missing; keys.len()]
+        });
+    }
+
     fn get(&self, items: &[Item], call: &Call) -> Vec<Outcome> {
         let out = self.through(OpKind::Get, items, call, |inner, items, call| inner.get(items, call));
         self.counted(OpKind::Get, out)

@@ -158,6 +158,11 @@ impl<S: Store, A: Around> Store for Wrapped<S, A> {
         self.pass(OpKind::Query, keys, call, |_| 0, |keys, call| self.inner.query(keys, call))
     }
 
+    /// Not through the layers: a hint that is lost costs nothing.
+    fn touch(&self, keys: &[StoreKey], call: &Call) {
+        self.inner.touch(keys, call);
+    }
+
     fn get(&self, items: &[Item], call: &Call) -> Vec<Outcome> {
         self.pass(OpKind::Get, items, call, Item::len, |items, call| self.inner.get(items, call))
     }

@@ -63,7 +63,7 @@ impl Cache {
             self.pool.free(&self.gone.freed_device).expect("the tree owned them");
         }
         assert!(self.pool.alloc(need, &mut self.pages), "pages in the tree + free = capacity");
-        let opts = InsertOpts { priority: 0, count_hits_from: Some(found.device_pages) };
+        let opts = InsertOpts { priority: 0, count_hits_from: Some(found.device_pages), names: None };
         let inserted = self
             .tree
             .insert(key(tokens), &self.pages, found.device_pages, opts, &mut self.out)

@@ -180,16 +180,16 @@ fn poison(
     host: Arc<OnceLock<Arc<HostArena>>>,
     faults: ScrubFaults,
     time: PoisonTime,
-) -> impl FnMut(Tier, PageId) + Send {
-    move |tier, page| {
+) -> impl FnMut(Tier, PoolKind, PageId) + Send {
+    move |tier, pool, page| {
         let start = Instant::now();
         let poisoned = match (tier, host.get()) {
-            (Tier::Device, _) => device.poison(PoolKind::Full, page),
-            (_, Some(host)) => host.poison(PoolKind::Full, page),
+            (Tier::Device, _) => device.poison(pool, page),
+            (_, Some(host)) => host.poison(pool, page),
             (_, None) => Ok(()),
         };
         if let Err(error) = poisoned {
-            faults.add(format!("freed {tier:?} page {}: {error}", page.0));
+            faults.add(format!("freed {tier:?} {pool:?} page {}: {error}", page.0));
         }
         let took = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
         time.fetch_add(took, Ordering::Relaxed);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use sapwood::backend::device::{CopyFault, SoftDevice, SoftFault};
+use sapwood::backend::device::{CopyFault, Device, SoftDevice, SoftFault};
 use sapwood::base::{Fence, NamespaceId, Time};
 use sapwood::engine::PrefixCache;
 use sapwood::pool::{Capacities, Capacity, Geometry, Plane, PlaneId};
@@ -27,8 +27,9 @@ fn pages_of_a_request_whose_load_failed_come_back_behind_its_computation() {
     let mut first = cache.request(NamespaceId::DEFAULT);
     assert_eq!(cache.alloc(&mut first, 1).unwrap(), Alloc::Granted);
     cache.finish(first, &prompt, Fence::SETTLED).unwrap();
-    device.finish_all();
     cache.tick(Time(1)).unwrap();
+    device.finish_all();
+    cache.tick(Time(2)).unwrap();
     let mut all = cache.request(NamespaceId::DEFAULT);
     assert_eq!(cache.alloc(&mut all, 2).unwrap(), Alloc::Granted);
     cache.abort(all, Fence::SETTLED).unwrap();
@@ -55,4 +56,41 @@ fn pages_of_a_request_whose_load_failed_come_back_behind_its_computation() {
     device.compute_end(work);
     device.finish_all();
     assert_eq!(cache.load_state(&request).unwrap(), LoadState::Ready);
+}
+
+/// Every submission costs the scheduler's thread a wake-up or a launch, so the backups of a step leave together, at its
+/// tick; but a scheduler that waits for the room they make does not have to know that.
+#[test]
+fn backups_leave_at_the_tick_or_when_their_room_is_asked_for() {
+    let geometry = Arc::new(Geometry::builder(2).plane(Plane::target(1, 4)).build().unwrap());
+    let pages = Capacities::full(Capacity::Pages(2));
+    let device = SoftDevice::manual(Arc::clone(&geometry), pages).unwrap();
+    let mut cache = PrefixCache::builder(geometry)
+        .device(device.clone())
+        .host_pages(Capacity::Pages(8))
+        .write_policy(WritePolicy::WriteThrough { threshold: 1 })
+        .build()
+        .unwrap();
+    let publish = |cache: &mut PrefixCache, prompt: [u32; 2]| {
+        let mut request = cache.request(NamespaceId::DEFAULT);
+        assert_eq!(cache.alloc(&mut request, 1).unwrap(), Alloc::Granted);
+        cache.finish(request, &prompt, Fence::SETTLED).unwrap();
+    };
+    publish(&mut cache, [1, 2]);
+    publish(&mut cache, [3, 4]);
+    assert_eq!((device.in_flight(), cache.next_due()), (0, Some(Time::ZERO)));
+    cache.tick(Time(1)).unwrap();
+    assert_eq!(cache.next_due(), None);
+    assert_eq!(device.in_flight(), 2);
+    device.finish_all();
+    cache.tick(Time(2)).unwrap();
+
+    publish(&mut cache, [5, 6]);
+    publish(&mut cache, [7, 8]);
+    assert_eq!(device.in_flight(), 0);
+    let mut next = cache.request(NamespaceId::DEFAULT);
+    let refused = cache.alloc(&mut next, 1).unwrap();
+    assert_eq!(refused, Alloc::Refused { short_pages: 1, coming_pages: 2 });
+    device.finish_all();
+    assert_eq!(cache.alloc(&mut next, 1).unwrap(), Alloc::Granted);
 }

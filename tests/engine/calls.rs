@@ -1,0 +1,211 @@
+//! Calls that pass through to the core or to the device.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use sapwood::backend::device::SoftDevice;
+use sapwood::backend::store::Store;
+use sapwood::backend::store::file::{FileConfig, FileStore};
+use sapwood::backend::store::mem::MemStore;
+use sapwood::base::{Fence, NamespaceId, Time};
+use sapwood::engine::{CacheError, ComputeError, NewWeightsError, PrefixCache, Request};
+use sapwood::key::Namespace;
+use sapwood::pool::{Capacities, Capacity};
+use sapwood::tiers::{
+    Alloc, CoreError, LoadBack, LoadState, OpLog, Prefetch, PrefetchPolicy, PrefetchState, Rates, Refusal,
+    WritePolicy,
+};
+
+use crate::kit::{Choices, Engine, PAGE_TOKENS, Shape, Sizes, builder, prompt};
+
+/// What a scheduler did replays to the same decisions, through the text of the log.
+#[test]
+fn the_log_of_a_cache_replays_to_the_same_decisions() {
+    let store: Arc<dyn Store> = Arc::new(MemStore::new(1 << 22));
+    let (b, device) = builder(Shape::ALL, Sizes::TIGHT, (0, 1), Some(store));
+    let mut engine = Engine::of(b.record_ops(true).build().unwrap(), device, 0);
+    let mut choices = Choices(11);
+    for _ in 0..30 {
+        let pages = 2 + choices.below(6) as usize;
+        engine.run(&prompt(choices.below(5) as u32, pages));
+    }
+    engine.cache.set_prefetch_policy(PrefetchPolicy::Adaptive);
+    engine.cache.set_rates(Rates { compute_ns_per_token: 1, load_ns_per_token: 1, load_latency_us: 1 });
+    engine.settle();
+    let log = engine.cache.op_log().unwrap();
+    let read: OpLog = log.to_string().parse().unwrap();
+    assert_eq!(read, log);
+    let replayed = read.replay(false).unwrap();
+    assert_eq!((replayed.digest(), replayed.sanity()), (engine.cache.digest(), Vec::new()));
+    assert_eq!(replayed.stats(), engine.cache.stats());
+    let (b, _) = builder(Shape::FULL, Sizes::TIGHT, (0, 1), None);
+    assert!(b.build().unwrap().op_log().is_none());
+}
+
+/// Eight pages on a device that copies when it is told to; the prompt lies on the host only.
+fn on_the_host() -> (PrefixCache, SoftDevice, Request, Vec<u32>) {
+    let geometry = Shape::FULL.geometry();
+    let pages = Capacity::Pages;
+    let device = SoftDevice::manual(Arc::clone(&geometry), Capacities::full(pages(8))).unwrap();
+    let mut cache = PrefixCache::builder(geometry)
+        .device(device.clone())
+        .host_pages(pages(16))
+        .write_policy(WritePolicy::WriteThrough { threshold: 1 })
+        .build()
+        .unwrap();
+    let tokens = prompt(1, 4);
+    let mut first = cache.request(NamespaceId::DEFAULT);
+    assert_eq!(cache.alloc(&mut first, 4).unwrap(), Alloc::Granted);
+    let computed = cache.note_compute(0).unwrap();
+    assert_eq!(computed, device.fence());
+    cache.finish(first, &tokens, computed).unwrap();
+    cache.tick(Time(1)).unwrap();
+    device.finish_all();
+    cache.tick(Time(2)).unwrap();
+    let mut all = cache.request(NamespaceId::DEFAULT);
+    assert_eq!(cache.alloc(&mut all, 8).unwrap(), Alloc::Granted);
+    cache.abort(all, Fence::SETTLED).unwrap();
+    let mut request = cache.request(NamespaceId::DEFAULT);
+    let found = cache.match_prefix(&mut request, &tokens).unwrap();
+    assert_eq!((found.device_tokens, found.host_tokens), (0, 4 * PAGE_TOKENS as u64));
+    (cache, device, request, tokens)
+}
+
+#[test]
+fn a_load_takes_what_its_budget_allows_or_nothing() {
+    let (mut cache, device, mut request, _) = on_the_host();
+    let over = LoadBack::Refused(Refusal::OverBudget);
+    assert_eq!(cache.load_back_within(&mut request, 3).unwrap(), over);
+    assert_eq!(cache.pages(&request).unwrap(), []);
+    let started = LoadBack::Started { tokens: 4 * PAGE_TOKENS as u64 };
+    assert_eq!(cache.load_back_within(&mut request, 4).unwrap(), started);
+    device.finish_all();
+    assert_eq!(cache.load_state(&request).unwrap(), LoadState::Ready);
+}
+
+/// A layer is there when the copy has brought it, and not before.
+#[test]
+fn layers_of_a_load_are_waited_for_one_by_one() {
+    let (mut cache, device, mut request, _) = on_the_host();
+    assert!(cache.wait_layer(&request, 0, 0).unwrap(), "nothing is being loaded");
+    assert!(matches!(cache.load_back(&mut request).unwrap(), LoadBack::Started { .. }));
+    let load = device.runnable()[0];
+    // Four pages in each of three layers.
+    for copied in 0..12 {
+        let there = |cache: &mut PrefixCache, layer| cache.wait_layer(&request, layer, 0).unwrap();
+        assert_eq!(there(&mut cache, 0), copied >= 4, "{copied}");
+        assert!(!there(&mut cache, 2), "{copied}");
+        device.step(load, 0);
+    }
+    device.finish_all();
+    assert_eq!(cache.load_state(&request).unwrap(), LoadState::Ready);
+    assert!(cache.wait_layer(&request, 2, 0).unwrap());
+    let fault = sapwood::backend::device::CopyFault { code: 7, quiescent: true };
+    let (mut cache, device, mut request, _) = on_the_host();
+    device.inject(sapwood::backend::device::SoftFault { skip_jobs: 0, after_units: 0, fault });
+    assert!(matches!(cache.load_back(&mut request).unwrap(), LoadBack::Started { .. }));
+    device.finish_all();
+    assert_eq!(cache.load_state(&request).unwrap(), LoadState::Failed);
+    match cache.wait_layer(&request, 0, 0) {
+        Err(ComputeError::Core(CoreError::LoadFailed)) => {}
+        other => panic!("{other:?}"),
+    }
+}
+
+/// What the store holds is read where that was measured to be faster than computing it.
+#[test]
+fn rates_decide_whether_a_prefetch_is_worth_it() {
+    let store: Arc<dyn Store> = Arc::new(MemStore::new(1 << 20));
+    let tokens = prompt(1, 6);
+    let mut before = Engine::new(Shape::FULL, Sizes::AMPLE, Some(Arc::clone(&store)));
+    before.run(&tokens);
+    before.settle();
+    drop(before);
+    for (load_ns_per_token, reason) in [(10_000_000_000, Some(Refusal::SlowerThanCompute)), (1, None)] {
+        let (b, device) = builder(Shape::FULL, Sizes::AMPLE, (0, 1), Some(Arc::clone(&store)));
+        let mut engine = Engine::of(b.build().unwrap(), device, 0);
+        engine.cache.set_prefetch_policy(PrefetchPolicy::Adaptive);
+        engine.cache.set_rates(Rates {
+            compute_ns_per_token: 1_000_000,
+            load_ns_per_token,
+            load_latency_us: 0,
+        });
+        let mut request = engine.cache.request(NamespaceId::DEFAULT);
+        let started = engine.cache.prefetch(&mut request, &tokens).unwrap();
+        assert!(matches!(started, Prefetch::Started { .. }));
+        let mut end = None;
+        engine.turn("prefetch", |c| match c.poll_prefetch(&mut request).unwrap() {
+            PrefetchState::Ended(ended) => {
+                end = Some(ended);
+                true
+            }
+            _ => false,
+        });
+        let end = end.unwrap();
+        assert_eq!((end.hit_tokens, end.reason), (5 * PAGE_TOKENS as u64, reason));
+    }
+}
+
+/// A prompt that the device always has is never read from the store; it stays there all the same, because the store is told.
+#[test]
+fn what_is_hit_on_the_device_keeps_its_place_in_the_store() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = FileConfig::new(dir.path().join("s"), 512 << 10);
+    (config.segment_bytes, config.free_bytes_min) = (128 << 10, 0);
+    let new = || {
+        let store: Arc<dyn Store> = Arc::new(FileStore::open(config.clone()).unwrap());
+        Engine::new(Shape::FULL, Sizes::AMPLE, Some(store))
+    };
+    let mut engine = new();
+    for n in 2..62 {
+        // Told again after five seconds at the earliest.
+        engine.cache.tick(Time(u64::from(n) * 6_000_000)).unwrap();
+        engine.run(&prompt(1, 5));
+        engine.run(&prompt(n, 5));
+        engine.settle();
+    }
+    assert_eq!(engine.cache.bytes_moved().store_get, 0);
+    engine.cache.detach_store(std::time::Duration::from_secs(60)).unwrap().unwrap();
+    drop(engine);
+    let mut after = new();
+    assert_eq!((after.run(&prompt(1, 5)).pages, after.run(&prompt(2, 5)).pages), (4, 0));
+}
+
+/// sgl#26792 (B30): weights were updated in place, device and host were flushed, and the next request was served from the
+/// store with what the old weights had computed. A new epoch asks under other names; the old ones stay for whoever still
+/// runs the old weights.
+#[test]
+fn nothing_of_the_old_weights_is_found_after_an_update() {
+    for shape in Shape::EACH {
+        let store: Arc<dyn Store> = Arc::new(MemStore::new(1 << 22));
+        let mut engine = Engine::new(shape, Sizes::AMPLE, Some(Arc::clone(&store)));
+        let (old, new) = (prompt(1, 6), prompt(2, 6));
+        engine.run(&old);
+        engine.settle();
+        // A request that computes on the old weights is in the way.
+        let namespace = engine.cache.namespace(&Namespace::default()).unwrap();
+        let request = engine.cache.request(namespace);
+        let in_the_way = engine.cache.set_weights_epoch(1, Duration::from_secs(10));
+        let in_use = CacheError::Core(CoreError::InUse { requests: 1, operations: 0 });
+        assert!(matches!(in_the_way, Err(NewWeightsError::Cache(e)) if e == in_use));
+        engine.cache.abort(request, Fence::SETTLED).unwrap();
+        assert_eq!(engine.run(&old).device_tokens, 24);
+
+        // Its writes to host and store are in flight at the update.
+        engine.run(&new);
+        engine.cache.set_weights_epoch(1, Duration::from_secs(10)).unwrap();
+        engine.weights = 1;
+        for tokens in [&old, &new] {
+            let found = engine.run(tokens);
+            assert_eq!((found.device_tokens, found.host_tokens, found.pages), (0, 0, 0), "{shape:?}");
+        }
+        engine.settle();
+
+        // Another instance of the old weights still finds what it wrote, one of the new weights what those did.
+        let mut before = Engine::new(shape, Sizes::AMPLE, Some(Arc::clone(&store)));
+        assert!(before.run(&old).host_tokens > 0, "{shape:?}");
+        before.cache.set_weights_epoch(1, Duration::from_secs(10)).unwrap();
+        before.weights = 1;
+        assert!(before.run(&old).host_tokens > 0, "{shape:?}");
+    }
+}
