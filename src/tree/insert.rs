@@ -129,8 +129,9 @@ impl Tree {
         let mut held = 0;
         for &at in path {
             let node = &self.arena.nodes[at as usize];
+            // Below a load that failed another one may still fly.
             if node.device == Residency::Absent {
-                break;
+                continue;
             }
             if node.device == Residency::Pending {
                 return Err(TreeError::LoadInFlight(self.arena.id(at)));
