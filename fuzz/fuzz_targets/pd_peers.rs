@@ -319,5 +319,6 @@ fuzz_target!(|data: &[u8]| {
     assert!(p.orphans <= 4 && p.tombs <= 4 && p.closed <= 8);
     // Blocks are written from two buffers, beside what goes piece by piece.
     assert!(p.in_flight <= 3 + 2);
-    assert_eq!(d.grants == 0, w.out.is_empty() || d.grants == 0);
+    // A grant may have no pages, where the whole prompt was here; pages without a grant are lost.
+    assert!(d.grants > 0 || w.out.is_empty(), "{} pages are nobody's", w.out.len());
 });

@@ -1,13 +1,14 @@
 //! The facade: one object, one owner, no call that waits.
 
+mod store;
+
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 
 use super::builder::{Builder, Scrub};
 use super::executor::{BytesMoved, Executor};
-use super::registration::RegistrationError;
 use super::report::{MissingPlane, StoreReport};
 use super::request::Request;
 use crate::backend::device::DeviceError;
@@ -23,6 +24,8 @@ use crate::tiers::{
     WritePolicy,
 };
 use crate::tree::Component;
+
+pub use store::NewWeightsError;
 
 /// Why a call failed.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -202,6 +205,11 @@ impl PrefixCache {
         }
     }
 
+    /// See [`Core::hold_until`].
+    pub fn hold_until(&mut self, request: &mut Request, until: Time) -> Result<(), CacheError> {
+        Ok(self.core.hold_until(request.id(), until)?)
+    }
+
     /// See [`Core::prefetch`].
     pub fn prefetch(&mut self, request: &mut Request, tokens: &[u32]) -> Result<Prefetch, CacheError> {
         let started = self.core.prefetch(request.id(), tokens);
@@ -339,6 +347,16 @@ impl PrefixCache {
         let aborted = self.core.abort(request.disarm(), last_use);
         self.run_actions(self.now);
         Ok(aborted?)
+    }
+
+    /// See [`Core::let_window_go`].
+    pub(super) fn let_window_go(&mut self, request: &Request, first: u32) -> Result<(), CacheError> {
+        Ok(self.core.let_window_go(request.id(), first)?)
+    }
+
+    /// See [`Core::take_over`].
+    pub(super) fn take_over(&mut self, to: &mut Request, from: &mut Request) -> Result<(), CacheError> {
+        Ok(self.core.take_over(to.id(), from.id())?)
     }
 
     /// Tells the time, takes in what has ended and starts what that allows. Time must not go back. With several ranks
@@ -530,25 +548,6 @@ impl PrefixCache {
             (pages > 0).then_some(MissingPlane { kind: plane.kind(), pool, pages })
         };
         Ok((0_u8..).zip(self.geometry.planes()).filter_map(missing).collect())
-    }
-
-    /// Takes the store away: its calls are told to end, what they brought is taken in, and the store lets go of the
-    /// memory. From then on the store tier answers nothing. `Ok(None)` if a call did not end within `wait_max` (it
-    /// can be tried again) or if there is no store.
-    pub fn detach_store(&mut self, wait_max: Duration) -> Result<Option<Arc<dyn Store>>, CacheError> {
-        let store = self.executor.detach_store(Instant::now() + wait_max);
-        self.take_events(self.now)?;
-        Ok(store)
-    }
-
-    /// Gives the cache a store again, or another one. The whole registration runs anew; a store that can not
-    /// address the memory of the host tier is refused. `Ok(false)` if there is one already. A cache that was built
-    /// without a store keeps no hashes and can not be given one.
-    pub fn attach_store(&mut self, store: Arc<dyn Store>) -> Result<bool, RegistrationError> {
-        if self.core.config().store.is_none() {
-            return Ok(false);
-        }
-        self.executor.attach_store(store, &self.arena)
     }
 
     /// Changes the write policy while requests run, and whether the host tier is exclusive; see

@@ -326,6 +326,17 @@ impl Executor {
         }
     }
 
+    /// The store is asked under the names of this epoch when it is attached next.
+    pub(super) fn set_weights_epoch(&mut self, epoch: u64) {
+        self.lane_config.identity.weights_epoch = epoch;
+    }
+
+    /// Waits until something has ended, a millisecond at most.
+    pub(super) fn wait_a_moment(&self) {
+        // The bell ends the wait early; the time-out only covers a device without one.
+        let _ = self.heard.recv_timeout(Duration::from_millis(1));
+    }
+
     fn lane_ended(&mut self, ended: Ended) {
         self.gaps.read(&ended.read);
         match &ended.event {
@@ -577,8 +588,7 @@ impl Executor {
                 let (EndKey::Copy(op) | EndKey::Query(op) | EndKey::Get(op, _) | EndKey::Put(op, _)) = key;
                 return Err(Stuck { op });
             }
-            // The bell ends the wait early; the time-out only covers a device without one.
-            let _ = self.heard.recv_timeout(Duration::from_millis(1));
+            self.wait_a_moment();
         }
     }
 

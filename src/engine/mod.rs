@@ -18,7 +18,7 @@ mod report;
 mod request;
 
 pub use builder::{BuildError, Builder, ModelIdentity};
-pub use cache::{CacheError, ComputeError, FinishError, PrefixCache};
+pub use cache::{CacheError, ComputeError, FinishError, NewWeightsError, PrefixCache};
 pub use delivery::{CostModel, Delivery};
 pub use draft::{DraftPlan, DraftPlanError};
 pub use executor::BytesMoved;

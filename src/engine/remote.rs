@@ -16,7 +16,7 @@ use crate::pd::grant::{Committed, Destination, GrantPool, Granted, Released, Res
 use crate::pd::layout::{Component, Entry, EntryId, Group, HeadOrder, Layout, Role, Shape, TokenSplit};
 use crate::pd::{Incompatible, RoomKey};
 use crate::pool::{Geometry, Plane, PlaneKind, PoolKind};
-use crate::tiers::{Alloc, Checkpoint, LoadBack, LoadState};
+use crate::tiers::{Alloc, Checkpoint, LoadBack, LoadState, RequestComponents};
 
 /// What a model says about the planes of a cache that the geometry does not.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -29,33 +29,33 @@ pub struct ModelShape {
     pub heads_here: u32,
     /// First layer of this rank's pipeline stage.
     pub first_layer: u32,
+    /// Tokens of the sliding window; 0 without one.
+    pub window_tokens: u32,
 }
 
-/// The layout to publish for device memory of `pages` pages in layer-first order, one region per plane. Planes
-/// outside the pool `Full` and rows that do not split into the heads are refused. O(planes x layers).
-pub fn layer_first_layout(g: &Geometry, pages: u32, shape: ModelShape) -> Result<Layout, Incompatible> {
+/// The layout to publish for device memory in layer-first order, one region per plane, with `pages(pool)` pages of each
+/// pool. Refused: rows that do not split into the heads, and states of a rank that holds a part of the model, since
+/// only the model knows along which axes they are cut. O(planes x layers).
+pub fn layer_first_layout(
+    g: &Geometry,
+    pages: impl Fn(PoolKind) -> u32,
+    shape: ModelShape,
+) -> Result<Layout, Incompatible> {
     let (mut regions, mut entries) = (Vec::new(), Vec::new());
     for (region, plane) in (0u32..).zip(g.planes()) {
-        if plane.pool() != PoolKind::Full {
-            return Err(Incompatible::EntryShape);
-        }
-        let unit_bytes = plane.part_bytes();
+        let component = match plane.pool() {
+            PoolKind::Full => Component::Full,
+            PoolKind::Window => Component::Window,
+            PoolKind::State if shape.heads_here == shape.heads_total => Component::State,
+            PoolKind::State => return Err(Incompatible::EntryShape),
+        };
+        let (units, unit_bytes) = (pages(plane.pool()), plane.part_bytes());
         let mut base = 0;
         for layer in 0..plane.layers() {
             for part in 0..plane.parts() {
                 let (id, shape) = entry_of(plane, region, layer, part, shape)?;
-                let component = Component::Full;
-                entries.push(Entry {
-                    id,
-                    component,
-                    region,
-                    base,
-                    units: pages,
-                    unit_bytes,
-                    shape,
-                    ring_slots: 0,
-                });
-                base += unit_bytes * u64::from(pages);
+                entries.push(Entry { id, component, region, base, units, unit_bytes, shape, ring_slots: 0 });
+                base += unit_bytes * u64::from(units);
             }
         }
         regions.push(base);
@@ -63,7 +63,7 @@ pub fn layer_first_layout(g: &Geometry, pages: u32, shape: ModelShape) -> Result
     Ok(Layout {
         model: shape.model,
         page_tokens: g.page_size_tokens(),
-        window_tokens: 0,
+        window_tokens: shape.window_tokens,
         split: TokenSplit::NONE,
         regions,
         entries,
@@ -124,12 +124,13 @@ pub enum Restore {
 #[derive(Debug)]
 struct Room {
     request: Request,
+    namespace: NamespaceId,
     tokens: Vec<u32>,
     /// Pages that lay on the device when the request matched; no copy can take them back.
     device_pages: u32,
     prefix: u32,
-    /// Takes the place of pages `first..prefix` that did not come from the host.
-    gap: Option<(u32, Request)>,
+    /// Of a room whose restore failed: matched what is really there, and owns the pages that are topped up.
+    again: Option<Request>,
     granted: bool,
 }
 
@@ -183,39 +184,78 @@ impl DecodeCache {
             found.host_tokens > 0 && matches!(self.cache.load_back(&mut request)?, LoadBack::Started { .. });
         let prefix = self.cache.pages(&request)?.len() as u32;
         let tokens = tokens.to_vec();
-        let room = Room { request, tokens, device_pages, prefix, gap: None, granted: false };
+        let room = Room { request, namespace, tokens, device_pages, prefix, again: None, granted: false };
         self.rooms.insert(key, room);
         Ok(Prefix { pages: prefix, restoring })
     }
 
     /// How the part of the prefix is that comes from the host.
     pub fn restore(&mut self, key: RoomKey) -> Result<Restore, CacheError> {
-        let Some(room) = self.rooms.get(&key) else { return Ok(Restore::Ready) };
-        if room.gap.is_some() {
-            return Ok(Restore::Ready);
+        let Some(room) = self.rooms.get_mut(&key) else { return Ok(Restore::Ready) };
+        match self.cache.load_state(&room.request)? {
+            LoadState::Ready => return Ok(Restore::Ready),
+            LoadState::Pending { .. } => return Ok(Restore::Pending),
+            LoadState::Failed => {}
         }
-        Ok(match self.cache.load_state(&room.request)? {
-            LoadState::Ready => Restore::Ready,
-            LoadState::Pending { .. } => Restore::Pending,
-            LoadState::Failed => Restore::Failed { from: room.device_pages },
-        })
+        let again = match &room.again {
+            Some(again) => again,
+            None => {
+                // With windows or states a request cannot go on just anywhere: the match says where.
+                let there = room.device_pages * self.cache.geometry().page_size_tokens();
+                let mut again = self.cache.request(room.namespace);
+                self.cache.match_prefix(&mut again, &room.tokens[..there as usize])?;
+                room.again.insert(again)
+            }
+        };
+        let from = self.cache.pages(again)?.len() as u32;
+        // More than the match is there once the gap has its pages.
+        Ok(if from < room.prefix { Restore::Failed { from } } else { Restore::Ready })
     }
 
-    /// Takes pages for a prefix that broke at `from`, to be handed to
+    /// Takes pages for the gap of a room whose restore failed: so many as
+    /// [`Receiver::want_topup`](crate::pd::receiver::Receiver::want_topup) says. They are to be handed to
     /// [`Receiver::handle_restore_failed`](crate::pd::receiver::Receiver::handle_restore_failed).
-    pub fn reserve_gap(&mut self, key: RoomKey, from: u32) -> Result<Granted, ReserveRefused> {
-        let room = self.rooms.get_mut(&key).ok_or(ReserveRefused::NoPages)?;
-        if room.gap.is_some() || from >= room.prefix {
+    pub fn reserve_gap(&mut self, key: RoomKey, want: &Want) -> Result<Granted, ReserveRefused> {
+        let Room { again, prefix, .. } = self.rooms.get_mut(&key).ok_or(ReserveRefused::NoPages)?;
+        let again = again.as_mut().ok_or(ReserveRefused::NoPages)?;
+        let from = self.cache.pages(again).unwrap_or_default().len() as u32;
+        if from >= *prefix || want.full != *prefix - from {
             return Err(ReserveRefused::NoPages);
         }
-        let mut request = self.cache.request(NamespaceId::DEFAULT);
-        match self.cache.alloc(&mut request, room.prefix - from) {
+        // Its state stays unused: the room has one.
+        let mut dest = self.take(key, true, want)?;
+        dest.state.clear();
+        Ok(Granted::new(dest))
+    }
+
+    /// Pages of its own for the request of a room, or for the one that fills its gap.
+    fn take(&mut self, key: RoomKey, gap: bool, want: &Want) -> Result<Destination, ReserveRefused> {
+        let room = self.rooms.get_mut(&key).ok_or(ReserveRefused::NoPages)?;
+        let request = if gap { room.again.as_mut() } else { Some(&mut room.request) };
+        let request = request.ok_or(ReserveRefused::NoPages)?;
+        match self.cache.alloc(request, want.full) {
             Ok(Alloc::Granted) => {}
             Ok(Alloc::Refused { .. }) | Err(_) => return Err(ReserveRefused::NoPages),
         }
-        let full = numbers(self.cache.pages(&request).unwrap_or_default());
-        room.gap = Some((from, request));
-        Ok(Granted::new(Destination { full, ..Destination::default() }))
+        let table = self.cache.pages(request).unwrap_or_default();
+        let (end, own) = (table.len() as u32, table.len() - want.full as usize);
+        let full = numbers(&table[own..]);
+        // The rest of the window is not sent, and must not be published.
+        let kept = self.cache.let_window_go(request, end.saturating_sub(want.window));
+        let Ok(parts) = kept.and_then(|()| self.cache.components(request)) else {
+            return Err(ReserveRefused::NoPages);
+        };
+        let windows = parts.window.len().saturating_sub(want.window as usize);
+        let window = if want.window > 0 { numbers(&parts.window[windows..]) } else { Vec::new() };
+        let state = parts.state.map(|s| s.0).into_iter().collect();
+        Ok(Destination { full, window, state, ring: Vec::new() })
+    }
+
+    /// Whether the cache has the components that the layout of the rank has.
+    fn components_fit(&self, want: &Want) -> bool {
+        let config = self.cache.core().config();
+        let windows = config.window.is_some() && want.full > 0;
+        want.ring == 0 && (want.window > 0) == windows && (want.state > 0) == config.state.is_some()
     }
 
     /// The page table of a room, prefix first. Its bytes are complete after a commit.
@@ -223,30 +263,28 @@ impl DecodeCache {
     pub fn pages(&self, key: RoomKey) -> Vec<PageId> {
         let Some(room) = self.rooms.get(&key) else { return Vec::new() };
         let mut table = self.cache.pages(&room.request).unwrap_or_default().to_vec();
-        if let Some((from, gap)) = &room.gap {
-            let pages = self.cache.pages(gap).unwrap_or_default();
-            for (to, page) in table.iter_mut().skip(*from as usize).zip(pages) {
+        if let Some(again) = &room.again {
+            // What did not come is not there, whatever the first match said.
+            for (to, page) in table.iter_mut().zip(self.cache.pages(again).unwrap_or_default()) {
                 *to = *page;
             }
         }
         table
     }
 
-    /// Ends a room whose pages were committed and read: publishes its whole pages, gives the rest back.
-    /// `last_use` is behind the last reader. A room whose prefix was topped up publishes nothing, as its request
-    /// rests on a load that failed. `None` then, and if there is no such room.
+    /// Window pages and state of a room; complete after a commit.
+    pub fn components(&self, key: RoomKey) -> Option<RequestComponents> {
+        self.cache.components(&self.rooms.get(&key)?.request).ok()
+    }
+
+    /// Ends a room whose pages were committed and read: publishes its whole pages with what belongs to them, gives
+    /// the rest back. `last_use` is behind the last reader. `None` if there is no such room.
     pub fn finish(&mut self, key: RoomKey, last_use: Fence) -> Result<Option<Checkpoint>, CacheError> {
-        match self.rooms.remove(&key) {
-            None => Ok(None),
-            Some(Room { request, tokens, gap: None, .. }) => {
-                Ok(Some(self.cache.finish(request, &tokens, last_use)?))
-            }
-            Some(Room { request, gap: Some((_, gap)), .. }) => {
-                self.cache.abort(request, last_use)?;
-                self.cache.abort(gap, last_use)?;
-                Ok(None)
-            }
+        let Some(room) = self.rooms.remove(&key) else { return Ok(None) };
+        if let Some(again) = room.again {
+            self.cache.abort(again, last_use)?;
         }
+        Ok(Some(self.cache.finish(room.request, &room.tokens, last_use)?))
     }
 
     /// Ends a room that was never granted. One that was comes back by `commit` or `release` only; false then.
@@ -262,11 +300,21 @@ impl DecodeCache {
 
     /// Nothing writes the pages any more, and nothing has read them.
     fn abort(&mut self, room: Room) {
-        for request in std::iter::once(room.request).chain(room.gap.map(|g| g.1)) {
+        for request in std::iter::once(room.request).chain(room.again) {
             if let Err(error) = self.cache.abort(request, Fence::SETTLED) {
                 tracing::error!(%error, "sapwood: a room's request is unknown");
             }
         }
+    }
+
+    /// The room goes on with the request that filled its gap, which gets what the grant brought behind it.
+    fn join(&mut self, key: RoomKey) -> Result<(), CacheError> {
+        let Some(room) = self.rooms.get_mut(&key) else { return Ok(()) };
+        let Some(mut again) = room.again.take() else { return Ok(()) };
+        let taken = self.cache.take_over(&mut again, &mut room.request);
+        let failed = std::mem::replace(&mut room.request, again);
+        taken?;
+        self.cache.abort(failed, Fence::SETTLED)
     }
 }
 
@@ -275,20 +323,18 @@ fn numbers(pages: &[PageId]) -> Vec<u32> {
 }
 
 impl GrantPool for DecodeCache {
-    /// The room must be open. Only the pool `Full` is known here.
+    /// The room must be open, and the cache must have the components of the layout. A rank with rings cannot have
+    /// its pages from a cache.
     fn reserve(&mut self, key: RoomKey, want: &Want) -> Result<Granted, ReserveRefused> {
-        if want.window + want.state + want.ring > 0 {
-            return Err(ReserveRefused::NoSlots);
+        if !self.components_fit(want) {
+            return Err(ReserveRefused::NoSuchPool);
         }
-        let room = self.rooms.get_mut(&key).filter(|r| !r.granted).ok_or(ReserveRefused::NoPages)?;
-        match self.cache.alloc(&mut room.request, want.full) {
-            Ok(Alloc::Granted) => {}
-            Ok(Alloc::Refused { .. }) | Err(_) => return Err(ReserveRefused::NoPages),
+        self.rooms.get(&key).filter(|r| !r.granted).ok_or(ReserveRefused::NoPages)?;
+        let dest = self.take(key, false, want)?;
+        if let Some(room) = self.rooms.get_mut(&key) {
+            room.granted = true;
         }
-        let table = self.cache.pages(&room.request).unwrap_or_default();
-        let full = numbers(table.get(room.prefix as usize..).unwrap_or_default());
-        room.granted = true;
-        Ok(Granted::new(Destination { full, ..Destination::default() }))
+        Ok(Granted::new(dest))
     }
 
     /// The pages stay with the room until [`DecodeCache::finish`].
@@ -297,6 +343,9 @@ impl GrantPool for DecodeCache {
         if let Some(room) = self.rooms.get_mut(&key) {
             room.granted = false;
             debug_assert!(self.pages(key).ends_with(&d.full.iter().map(|&p| PageId(p)).collect::<Vec<_>>()));
+            if let Err(error) = self.join(key) {
+                tracing::error!(%error, "sapwood: a topped-up room is not whole");
+            }
         }
     }
 

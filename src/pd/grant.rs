@@ -85,6 +85,9 @@ pub enum ReserveRefused {
     NoPages,
     /// Not enough free slots.
     NoSlots,
+    /// The layout of the rank has components that the cache has no pool for, or the other way round. No memory will
+    /// change that.
+    NoSuchPool,
 }
 
 /// The cache side of the contract, implemented by whoever owns the pools. Eviction, demotion and compaction

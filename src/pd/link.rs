@@ -3,7 +3,12 @@
 //! A peer is probed every [`LinkConfig::ping_us`] and is dead when nothing valid was heard from it for four
 //! intervals. After the first silent interval probes go out four times as often, so that a lossy network
 //! does not look like a dead peer. Any valid frame that is newer than the last counts as a sign of life: a slow
-//! scheduler behind a live control thread is alive. A new incarnation behind an address is the death of the old one at once.
+//! scheduler behind a live control thread is alive. A new incarnation behind an address is the death of the old one.
+//!
+//! But a frame of another incarnation may as well be one of an earlier process that was long under way. What tells them
+//! apart is an answer to a probe that we sent after the current one was first heard: whoever was gone by then cannot
+//! give it. So the first frame is answered with a probe, and only the answer replaces anyone; before there is somebody,
+//! any process is believed.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -14,8 +19,6 @@ use crate::pd::wire::{Body, Frame, FrameError, Head, RegisterReply, VERSION};
 
 /// Most peers of one rank.
 pub(super) const PEERS_MAX: usize = 1 << 16;
-/// Incarnations remembered as replaced, per address. A frame older than that many restarts is not met.
-const RETIRED_MAX: usize = 16;
 /// Frames waiting for the driver; beyond it new ones are dropped and counted, as if the network had.
 const OUT_MAX: usize = 1 << 16;
 
@@ -57,7 +60,7 @@ pub struct LinkStats {
     pub malformed: u64,
     /// Of another protocol version; answered with a refusal.
     pub other_version: u64,
-    /// From a replaced incarnation, or meant for one of ours; dropped.
+    /// From another incarnation than the one that answers, or meant for one of ours; dropped.
     pub stale: u64,
     /// Dropped because a table or the queue to the driver was full.
     pub overflow: u64,
@@ -89,7 +92,10 @@ pub(super) enum Heard {
 #[derive(Debug)]
 struct Peer {
     inc: Incarnation,
-    retired: VecDeque<Incarnation>,
+    /// When it was first heard.
+    since: Time,
+    /// The last other incarnation that was asked whether it is the one now.
+    asked: Incarnation,
     /// Highest sequence of this incarnation. Only newer frames are signs of life: one that was under way for
     /// a minute, or comes a second time, says nothing about now.
     newest: u64,
@@ -161,7 +167,8 @@ impl Link {
         }
         let p = Peer {
             inc: Incarnation::UNKNOWN,
-            retired: VecDeque::new(),
+            since: now,
+            asked: Incarnation::UNKNOWN,
             newest: 0,
             heard: now,
             probe_at: now,
@@ -191,13 +198,18 @@ impl Link {
     }
 
     pub(super) fn send(&mut self, peer: PeerId, key: RoomKey, serial: Serial, body: Body) {
+        self.send_as(peer, self.incarnation(peer), key, serial, body);
+    }
+
+    /// To one incarnation, whoever we think is there.
+    fn send_as(&mut self, peer: PeerId, to: Incarnation, key: RoomKey, serial: Serial, body: Body) {
         if self.out.len() >= OUT_MAX {
             self.stats.overflow += 1;
             return;
         }
         self.sequence += 1;
         self.stats.sent += 1;
-        let head = Head { from: self.me, to: self.incarnation(peer), sequence: self.sequence, key, serial };
+        let head = Head { from: self.me, to, sequence: self.sequence, key, serial };
         self.out.push_back((peer, Frame { head, body }.to_bytes()));
     }
 
@@ -255,53 +267,56 @@ impl Link {
             self.stats.malformed += 1;
             return None;
         }
-        let heard = self.hear(now, peer, &frame.head)?;
-        self.stats.received += 1;
+        if let Body::Ping { stamp, .. } = frame.body {
+            let pong = Body::Pong { stamp };
+            self.send_as(peer, frame.head.from, RoomKey::default(), Serial(0), pong);
+        }
         // A probe and a registration may be meant for our predecessor: the answer introduces us.
         let anyone = matches!(frame.body, Body::Ping { .. } | Body::Register(_));
-        if let Body::Ping { stamp, .. } = frame.body {
-            self.send(peer, RoomKey::default(), Serial(0), Body::Pong { stamp });
+        let heard = if frame.head.to == self.me || anyone { self.hear(now, peer, &frame) } else { None };
+        match heard {
+            Some(heard) => {
+                self.stats.received += 1;
+                Some((frame, heard))
+            }
+            None => {
+                self.stats.stale += 1;
+                None
+            }
         }
-        if frame.head.to != self.me && !anyone {
-            self.stats.stale += 1;
-            return match heard {
-                // The death of the predecessor counts even if the frame does not.
-                Heard::Replaced(_) => {
-                    Some((Frame { head: frame.head, body: Body::Pong { stamp: 0 } }, heard))
-                }
-                _ => None,
-            };
-        }
-        Some((frame, heard))
     }
 
-    fn hear(&mut self, now: Time, peer: PeerId, head: &Head) -> Option<Heard> {
-        let from = head.from;
+    /// What a frame for us says about who is there; nothing if it is of someone else, as far as we know.
+    fn hear(&mut self, now: Time, peer: PeerId, frame: &Frame) -> Option<Heard> {
+        let (from, sequence) = (frame.head.from, frame.head.sequence);
         let p = self.peers.get_mut(&peer)?;
-        if p.retired.contains(&from) {
-            self.stats.stale += 1;
-            return None;
-        }
-        let old = std::mem::replace(&mut p.inc, from);
+        let old = p.inc;
         if old == from {
-            if head.sequence <= p.newest {
+            if sequence <= p.newest {
                 return Some(Heard::Same);
             }
-            p.newest = head.sequence;
+            p.newest = sequence;
             p.heard = p.heard.max(now);
             let back = !std::mem::replace(&mut p.alive, true);
             return Some(if back { Heard::Back } else { Heard::Same });
         }
-        p.newest = head.sequence;
+        let answers = match frame.body {
+            Body::Pong { stamp } => stamp > p.since.0 && stamp <= now.0,
+            _ => false,
+        };
+        if old != Incarnation::UNKNOWN && !answers {
+            if std::mem::replace(&mut p.asked, from) != from {
+                let (stamp, floor) = (now.0, self.floor);
+                self.send_as(peer, from, RoomKey::default(), Serial(0), Body::Ping { stamp, floor });
+            }
+            return None;
+        }
+        (p.inc, p.since, p.newest) = (from, now, sequence);
         p.heard = p.heard.max(now);
         p.alive = true;
         if old == Incarnation::UNKNOWN {
             return Some(Heard::Back);
         }
-        if p.retired.len() == RETIRED_MAX {
-            p.retired.pop_front();
-        }
-        p.retired.push_back(old);
         self.stats.deaths += 1;
         self.drop_repeats(peer);
         Some(Heard::Replaced(old))

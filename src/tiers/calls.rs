@@ -6,7 +6,7 @@ use super::outcome::{Alloc, Checkpoint, MatchInfo, Refusal};
 use super::request::{HostPart, Request, RequestId};
 use crate::base::{Fence, NamespaceId, Tier, Time};
 use crate::key::Key;
-use crate::tree::{Component, InsertComponents, InsertOpts, InsertOut, TreeError};
+use crate::tree::{Component, InsertComponents, InsertOpts, TreeError};
 
 impl Core {
     /// Opens a request. It holds nothing until it matches or allocates.
@@ -43,7 +43,8 @@ impl Core {
             return Err(CoreError::RequestHasPages { own_pages });
         }
         let namespace = request.namespace;
-        let mut pages = Vec::new();
+        // Room for what it will compute, too.
+        let mut pages = Vec::with_capacity(tokens.len() / self.config.page_size as usize + 1);
         let (found, lock, pin) = self.tree.match_and_lock(Key::new(namespace, tokens), &mut pages);
         self.release_holdings(id)?;
         self.note_blocked(found.node);
@@ -75,7 +76,11 @@ impl Core {
     /// next event. O(pages granted + pages evicted x log nodes).
     pub fn alloc(&mut self, id: RequestId, pages: u32) -> Result<Alloc, CoreError> {
         self.record(|| Op::Alloc(id, pages));
-        let owns_state = self.request_ref(id)?.state.is_some();
+        let request = self.request_ref(id)?;
+        if request.match_ended {
+            return Err(CoreError::MatchEnded);
+        }
+        let owns_state = request.state.is_some();
         let room = self.make_device_room(pages);
         self.settle_components();
         if !room {
@@ -95,6 +100,7 @@ impl Core {
             self.refused(Refusal::NoComponentPages);
             return Ok(Alloc::Refused { short_pages: windows.max(states), coming_pages: 0 });
         }
+        self.hold_on(id);
         let request = self.requests.get_mut(id.0).ok_or(CoreError::UnknownRequest)?;
         request.window.append(&mut window);
         request.state = request.state.or(state.pop());
@@ -130,9 +136,7 @@ impl Core {
     ) -> Result<Checkpoint, CoreError> {
         self.fence = self.fence.and(last_use);
         let request = self.request_ref(id)?;
-        if request.load_failed {
-            return Err(CoreError::LoadFailed);
-        }
+        request.check_usable()?;
         let page_size = self.config.page_size as usize;
         let whole = (tokens.len() / page_size) as u32;
         let published = request.shared as usize * page_size;
@@ -176,25 +180,23 @@ impl Core {
         let request = self.requests.get_mut(id.0).ok_or(CoreError::UnknownRequest)?;
         let computed = (whole - request.shared) as usize;
         let state = request.state.filter(|_| state_fits && computed > 0);
-        let given = InsertComponents {
-            window_from: request.shared,
-            window: request.window.get(..computed).unwrap_or_default(),
-            state,
-        };
+        let window_from = request.own_window_from();
+        let windows = (whole.saturating_sub(window_from) as usize).min(request.window.len());
+        let given = InsertComponents { window_from, window: &request.window[..windows], state };
         let key = Key::new(request.namespace, tokens);
         let opts = InsertOpts {
             count_hits_from: Some(request.counted),
             names: request.names.as_ref(),
             ..InsertOpts::default()
         };
-        let mut out = InsertOut::default();
+        let mut out = std::mem::take(&mut self.scratch.inserted);
         let pages = &request.pages[..whole as usize];
         // What the request holds was compared when it was matched or published.
         let done = match &request.lock {
             Some(held) => self.tree.insert_from(held, key, pages, request.shared, given, opts, &mut out)?,
             None => self.tree.insert_with(key, pages, request.shared, given, opts, &mut out)?,
         };
-        request.window.drain(..computed.min(request.window.len()));
+        request.window.drain(..windows);
         if state.is_some() {
             request.state = None;
         }
@@ -213,7 +215,9 @@ impl Core {
             Some(node) => self.write_through(node),
             None => self.catch_up_components(done.node),
         }
-        Ok(out.returned.len() as u32)
+        let duplicate_pages = out.returned.len() as u32;
+        self.scratch.inserted = out;
+        Ok(duplicate_pages)
     }
 
     /// Publishes as [`checkpoint`](Core::checkpoint), gives back the pages behind the last whole page, lets go of
@@ -249,6 +253,48 @@ impl Core {
         Ok(())
     }
 
+    /// Gives back the request's own window pages below page `first` of its table. What was computed elsewhere comes
+    /// with the end of its window only, and pages without content must not be published. O(pages given back).
+    pub fn let_window_go(&mut self, id: RequestId, first: u32) -> Result<(), CoreError> {
+        self.record(|| Op::LetWindowGo(id, first));
+        let request = self.request_mut(id)?;
+        let below = first.saturating_sub(request.own_window_from()) as usize;
+        let gone: Vec<_> = request.window.drain(..below.min(request.window.len())).collect();
+        self.free_component(Component::Window, Tier::Device, &gone);
+        Ok(())
+    }
+
+    /// Moves what the request `from` owns behind the table of `to`: pages, the window pages that go with them, and the
+    /// state, which takes the place of that of `to`. A request whose load failed can thus go on as one that matched
+    /// less. `from` keeps what it shares with the tree. O(pages moved).
+    pub fn take_over(&mut self, to: RequestId, from: RequestId) -> Result<(), CoreError> {
+        self.record(|| Op::TakeOver(to, from));
+        if self.request_ref(to)?.match_ended {
+            return Err(CoreError::MatchEnded);
+        }
+        self.hold_on(to);
+        let giver = self.request_mut(from)?;
+        if to == from {
+            return Ok(());
+        }
+        let pages = giver.pages.split_off(giver.shared as usize);
+        let mut window = std::mem::take(&mut giver.window);
+        let state = giver.state.take();
+        let taker = self.request_mut(to)?;
+        let mut gone = Vec::new();
+        if window.len() < pages.len() {
+            // A window has no holes.
+            gone = std::mem::replace(&mut taker.window, window);
+        } else {
+            taker.window.append(&mut window);
+        }
+        taker.pages.extend(pages);
+        let old = if state.is_some() { std::mem::replace(&mut taker.state, state) } else { None };
+        self.free_component(Component::Window, Tier::Device, &gone);
+        self.free_component(Component::State, Tier::Device, old.as_slice());
+        Ok(())
+    }
+
     /// Tells of computation that no call for a request names: copies issued from now on come after `last_use`. To be
     /// called before a request whose load failed matches again, if anything was launched on its own pages. O(1).
     pub fn launched(&mut self, last_use: Fence) {
@@ -257,9 +303,11 @@ impl Core {
     }
 
     /// Gives back own pages, lock and pin; the prefetch goes on.
-    fn release_holdings(&mut self, id: RequestId) -> Result<(), CoreError> {
+    pub(super) fn release_holdings(&mut self, id: RequestId) -> Result<(), CoreError> {
         self.ahead_due = true;
+        self.hold_on(id);
         let request = self.request_mut(id)?;
+        request.match_ended = false;
         let own = request.own().to_vec();
         let lock = request.lock.take();
         let host = request.host.take();

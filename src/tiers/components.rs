@@ -194,14 +194,23 @@ impl Core {
         let complete = request.loads.is_empty() && !request.load_failed;
         let mut found = RequestComponents {
             window_from: request.shared,
-            own_window_from: request.shared,
+            own_window_from: if self.components.has(Component::Window) {
+                request.own_window_from()
+            } else {
+                request.shared
+            },
             complete,
             window: Vec::new(),
             state_in: None,
             state: request.state,
         };
+        // Behind a hole the shared window serves nobody.
+        let hole = found.own_window_from > request.shared;
+        if hole {
+            found.window_from = found.own_window_from;
+        }
         if let Some(lock) = request.lock.as_ref().filter(|_| complete && request.shared > 0) {
-            for c in self.components.configured() {
+            for c in self.components.configured().filter(|&c| c == Component::State || !hole) {
                 let mut pages = Vec::new();
                 match self.tree.component_device_pages(lock.node(), c, &mut pages) {
                     Ok(()) => {}

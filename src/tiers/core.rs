@@ -15,12 +15,12 @@ use super::oplog::{Op, OpLog};
 use super::outcome::{PageCounts, Refusal};
 use super::request::{Request, RequestId};
 use super::stats::Stats;
-use super::{load::Loads, prefetch::Prefetches, storage::Storage, write::Backups};
+use super::{hold::Holds, load::Loads, prefetch::Prefetches, storage::Storage, write::Backups};
 use crate::base::slab::Slab;
 use crate::base::{Digest, Fence, NamespaceId, OpId, PageId, Tier, Time, Violation};
 use crate::key::{Namespace, NamespaceError};
 use crate::pool::{Capacity, Extent, PagePool, PoolError, extents_of};
-use crate::tree::{Tree, TreeError};
+use crate::tree::{DeviceEviction, InsertOut, Tree, TreeError};
 
 /// Why a call failed. The request keeps what it held before the call, except where a variant says otherwise.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -52,6 +52,17 @@ pub enum CoreError {
         needed_pages: u32,
         /// Pages in the table.
         pages: u32,
+    },
+    /// The request's match has ended by itself; match again.
+    #[error("the request's match has ended; match again")]
+    MatchEnded,
+    /// Requests are alive or operations in flight.
+    #[error("{requests} requests are alive and {operations} operations in flight")]
+    InUse {
+        /// Requests alive.
+        requests: usize,
+        /// Operations in flight.
+        operations: usize,
     },
     /// A load that the request rests on failed; match again.
     #[error("a load that the request rests on failed")]
@@ -91,6 +102,7 @@ pub struct Core {
     pub(super) loads: Loads,
     pub(super) prefetches: Prefetches,
     pub(super) storage: Storage,
+    pub(super) holds: Holds,
     pub(super) actions: Vec<Action>,
     pub(super) stats: Stats,
     pub(super) digest: Digest,
@@ -109,6 +121,15 @@ pub struct Core {
     /// Measured speeds.
     pub(super) rates: Rates,
     next_op: u64,
+    pub(super) scratch: Scratch,
+}
+
+/// Lists that every call fills anew, kept for their memory.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    pub(super) gone: DeviceEviction,
+    pub(super) inserted: InsertOut,
+    pub(super) host_pages: Vec<PageId>,
 }
 
 pub(super) fn pool_of(capacity: Capacity) -> PagePool {
@@ -134,6 +155,7 @@ impl Core {
             loads: Loads::default(),
             prefetches: Prefetches::default(),
             storage: Storage::default(),
+            holds: Holds::default(),
             actions: Vec::new(),
             stats: Stats::default(),
             digest: Digest::default(),
@@ -146,6 +168,7 @@ impl Core {
             mirrors: Mirrors::default(),
             rates: Rates::default(),
             next_op: 0,
+            scratch: Scratch::default(),
         })
     }
 
@@ -176,6 +199,7 @@ impl Core {
     pub fn tick(&mut self, now: Time) {
         self.record(|| Op::Tick(now));
         self.now = self.now.max(now);
+        self.end_holds();
         self.write_ahead();
         self.settle_holding();
         self.settle_components();
@@ -216,7 +240,29 @@ impl Core {
     /// When the core wants to be ticked although nothing happens; `None`: not before the next event.
     #[must_use]
     pub fn next_timeout(&self) -> Option<Time> {
-        self.storage.next_retry().into_iter().chain(self.prefetches.next_timeout()).min()
+        let due = [self.storage.next_retry(), self.prefetches.next_timeout(), self.holds.next_end()];
+        due.into_iter().flatten().min()
+    }
+
+    /// Forgets everything that is cached: the weights have changed. What a store holds stays there, under names that a
+    /// later epoch does not ask for. O(nodes).
+    ///
+    /// # Errors
+    /// A request is alive or an operation in flight: what they hold rests on the old weights. Nothing changes.
+    pub fn reset(&mut self) -> Result<(), CoreError> {
+        self.record(|| Op::Reset);
+        let (requests, operations) = (self.requests.len(), self.operations());
+        if requests > 0 || operations > 0 {
+            return Err(CoreError::InUse { requests, operations });
+        }
+        let (mut device, mut host) = (Vec::new(), Vec::new());
+        self.tree.reset(&mut device, &mut host)?;
+        self.free_device(&device);
+        self.free_host(&host);
+        self.settle_components();
+        (self.storage, self.mirrors) = (Storage::default(), Mirrors::default());
+        self.ahead_used = 0;
+        Ok(())
     }
 
     /// Takes in one event. Events of operations that do not exist (late, doubled) are counted and ignored.

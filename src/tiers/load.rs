@@ -66,9 +66,7 @@ impl Core {
     pub fn load_back_within(&mut self, id: RequestId, budget_pages: u32) -> Result<LoadBack, CoreError> {
         self.record(|| Op::LoadBack(id, budget_pages));
         let request = self.request_ref(id)?;
-        if request.load_failed {
-            return Err(CoreError::LoadFailed);
-        }
+        request.check_usable()?;
         let Some(host) = &request.host else { return Ok(LoadBack::Nothing) };
         let (node, host_pages) = (host.node, host.pages);
         if !request.own().is_empty() {
@@ -83,6 +81,7 @@ impl Core {
         let newly_held = self.tree.stats().device_pages_protected - protected;
         match self.try_load(id, node, budget_pages.saturating_sub(newly_held)) {
             Ok(waits_for) => {
+                self.hold_on(id);
                 self.adopt_loaded_path(id, node, lock, waits_for)?;
                 let tokens = self.tokens_of(host_pages);
                 Ok(LoadBack::Started { tokens })

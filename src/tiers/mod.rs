@@ -9,6 +9,7 @@ mod calls;
 mod components;
 pub mod config;
 pub mod core;
+mod hold;
 mod load;
 mod mirror;
 pub mod oplog;

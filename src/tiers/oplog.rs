@@ -45,6 +45,14 @@ pub enum Op {
     Abort(RequestId, Fence),
     /// [`Core::launched`].
     Launched(Fence),
+    /// [`Core::let_window_go`].
+    LetWindowGo(RequestId, u32),
+    /// [`Core::hold_until`].
+    HoldUntil(RequestId, Time),
+    /// [`Core::reset`].
+    Reset,
+    /// [`Core::take_over`].
+    TakeOver(RequestId, RequestId),
     /// [`Core::set_rates`].
     Rates(Rates),
     /// [`Core::set_prefetch_policy`].
@@ -100,6 +108,10 @@ impl Op {
             Op::Finish(id, tokens, fence) => drop(core.finish(*id, tokens, *fence)),
             Op::Abort(id, fence) => drop(core.abort(*id, *fence)),
             Op::Launched(fence) => core.launched(*fence),
+            Op::LetWindowGo(id, first) => drop(core.let_window_go(*id, *first)),
+            Op::HoldUntil(id, until) => drop(core.hold_until(*id, *until)),
+            Op::Reset => drop(core.reset()),
+            Op::TakeOver(to, from) => drop(core.take_over(*to, *from)),
             Op::Rates(rates) => core.set_rates(*rates),
             Op::PrefetchPolicy(policy) => core.set_prefetch_policy(*policy),
             Op::WritePolicy(write, exclusive) => drop(core.set_write_policy(*write, *exclusive)),
@@ -223,6 +235,10 @@ impl fmt::Display for Op {
             }
             Op::Abort(id, fence) => line = format!("{} {}", with("abort", id), fence.number()),
             Op::Launched(fence) => line = format!("launched {}", fence.number()),
+            Op::LetWindowGo(id, first) => line = format!("{} {first}", with("let-window-go", id)),
+            Op::HoldUntil(id, until) => line = format!("{} {}", with("hold-until", id), until.0),
+            Op::Reset => line.push_str("reset"),
+            Op::TakeOver(to, from) => line = format!("{} {}", with("take-over", to), id_text(*from)),
             Op::Rates(r) => {
                 line =
                     format!("rates {} {} {}", r.compute_ns_per_token, r.load_ns_per_token, r.load_latency_us);
@@ -383,6 +399,10 @@ impl FromStr for Op {
             }
             "abort" => Op::Abort(w.id()?, w.fence()?),
             "launched" => Op::Launched(w.fence()?),
+            "let-window-go" => Op::LetWindowGo(w.id()?, w.number()?),
+            "hold-until" => Op::HoldUntil(w.id()?, Time(w.number()?)),
+            "reset" => Op::Reset,
+            "take-over" => Op::TakeOver(w.id()?, w.id()?),
             "rates" => Op::Rates(Rates {
                 compute_ns_per_token: w.number()?,
                 load_ns_per_token: w.number()?,
@@ -609,6 +629,10 @@ mod tests {
             Op::Finish(id, vec![], Fence::SETTLED),
             Op::Abort(id, Fence::after(u64::MAX)),
             Op::Launched(Fence::after(12)),
+            Op::LetWindowGo(id, 2),
+            Op::TakeOver(id, RequestId(SlabKey { index: 1, generation: 2 })),
+            Op::HoldUntil(id, Time(9)),
+            Op::Reset,
             Op::Tick(Time(77)),
             Op::Event(Event::Copied { op, ok: true }),
             Op::Event(Event::LayerCopied { op, layers: 2 }),

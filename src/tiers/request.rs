@@ -2,6 +2,7 @@
 
 use smallvec::SmallVec;
 
+use super::core::CoreError;
 use super::outcome::PrefetchEnd;
 use crate::base::slab::SlabKey;
 use crate::base::{NamespaceId, NodeId, OpId, PageId, Time};
@@ -37,7 +38,12 @@ pub(super) struct Request {
     /// Loads this request waits for.
     pub(super) loads: SmallVec<[OpId; 2]>,
     pub(super) load_failed: bool,
-    /// Own window pages, one per own page; empty without the component.
+    /// When its match ends by itself.
+    pub(super) holds_until: Option<Time>,
+    /// It did; the request holds nothing.
+    pub(super) match_ended: bool,
+    /// Own window pages, those of the last pages of the table: one per own page, fewer where the request let some go,
+    /// none without the component.
     pub(super) window: Vec<PageId>,
     /// Own state slot.
     pub(super) state: Option<PageId>,
@@ -67,6 +73,8 @@ impl Request {
             node: None,
             loads: SmallVec::new(),
             load_failed: false,
+            holds_until: None,
+            match_ended: false,
             window: Vec::new(),
             state: None,
             names: None,
@@ -79,8 +87,22 @@ impl Request {
         }
     }
 
+    /// A request that lost what it rests on must match again.
+    pub(super) fn check_usable(&self) -> Result<(), CoreError> {
+        match (self.load_failed, self.match_ended) {
+            (true, _) => Err(CoreError::LoadFailed),
+            (_, true) => Err(CoreError::MatchEnded),
+            _ => Ok(()),
+        }
+    }
+
     /// Pages that belong to the request itself.
     pub(super) fn own(&self) -> &[PageId] {
         &self.pages[self.shared as usize..]
+    }
+
+    /// Place of the first own window page.
+    pub(super) fn own_window_from(&self) -> u32 {
+        (self.pages.len() - self.window.len()) as u32
     }
 }

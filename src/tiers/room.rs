@@ -2,7 +2,6 @@
 
 use super::core::Core;
 use super::outcome::Refusal;
-use crate::base::PageId;
 use crate::tree::{DeviceEviction, Unbacked};
 
 /// What host pages are wanted for.
@@ -29,13 +28,15 @@ impl Core {
             true => Unbacked::Report,
             false => Unbacked::Delete,
         };
-        let mut gone = DeviceEviction::default();
+        let mut gone = std::mem::take(&mut self.scratch.gone);
+        gone.clear();
         self.tree.evict_device(short, mode, &mut gone);
         self.take_evicted(&gone, Refusal::NotBackedUp);
         if !gone.needs_backup.is_empty() {
             let still_short = want.saturating_sub(self.device.free_pages());
             self.write_back(&gone.needs_backup, still_short);
         }
+        self.scratch.gone = gone;
         self.device.free_pages() >= want
     }
 
@@ -84,13 +85,15 @@ impl Core {
         if short == 0 {
             return;
         }
-        let mut pages: Vec<PageId> = Vec::new();
+        let mut pages = std::mem::take(&mut self.scratch.host_pages);
+        pages.clear();
         self.tree.evict_host(short, &mut pages);
         let evicted = pages.len() as u32;
         self.stats.host_evicted_pages += u64::from(evicted);
         let tokens = self.tokens_of(evicted);
         self.stats.drop_tokens(Refusal::HostEvicted, tokens);
         self.free_host(&pages);
+        self.scratch.host_pages = pages;
     }
 
     pub(super) fn reclaim_mirrors(&mut self, want: u32, used_after: u64) {
@@ -98,10 +101,12 @@ impl Core {
         if short == 0 {
             return;
         }
-        let mut pages: Vec<PageId> = Vec::new();
+        let mut pages = std::mem::take(&mut self.scratch.host_pages);
+        pages.clear();
         self.tree.reclaim_mirrors(short, used_after, &mut pages);
         self.stats.mirror_reclaimed_pages += pages.len() as u64;
         self.free_host(&pages);
+        self.scratch.host_pages = pages;
     }
 
     /// Writes to the host, ahead of need, what is next in line to leave the device without a copy. Only after requests

@@ -14,6 +14,8 @@ pub struct Stats {
     pub matched_device_tokens: u64,
     /// Tokens that matches found on the host, behind the device part.
     pub matched_host_tokens: u64,
+    /// Matches that ended by themselves ([`hold_until`](super::Core::hold_until)).
+    pub matches_ended: u64,
     /// Pages handed to requests.
     pub allocated_pages: u64,
     /// Device pages whose content went to the host only.

@@ -382,11 +382,12 @@ impl Tree {
         }
     }
 
+    #[inline]
     fn tokens_of(&self, at: u32) -> &[u32] {
         let node = &self.arena.nodes[at as usize];
         let p = self.page_size as usize;
-        &self.arena.run_tokens(node.run)
-            [node.from as usize * p..(node.from + node.pages) as usize * p + self.view.overlap()]
+        let (from, to) = (node.from as usize * p, (node.from + node.pages) as usize * p);
+        self.arena.tokens(node.run, from..to + self.view.overlap())
     }
 
     fn refresh(&mut self, at: u32) {

@@ -78,8 +78,8 @@ pub(super) struct Node {
     pub(super) tick: u64,
     /// Children whose device copy is not absent.
     pub(super) kids_device: u32,
-    /// Slot of the backup or load in flight.
-    pub(super) op: u32,
+    /// Session ends at this node plus children with any, as `locks`.
+    pub(super) refs: u32,
     // ---- second line ----
     pub(super) created: u64,
     /// Under which the child table finds it.
@@ -91,8 +91,8 @@ pub(super) struct Node {
     pub(super) sibling: Links,
     /// As `locks`, of host pins.
     pub(super) pins: u32,
-    /// Session ends at this node plus children with any, as `locks`.
-    pub(super) refs: u32,
+    /// Slot of the backup or load in flight.
+    pub(super) op: u32,
     /// Children whose host copy is not absent.
     pub(super) kids_host: u32,
     /// Inserts counted, saturating at what policy and threshold can tell apart.
@@ -346,6 +346,12 @@ impl Arena {
         }
     }
 
+    /// A range of the tokens of a run.
+    #[inline]
+    pub(super) fn tokens(&self, run: u32, range: Range<usize>) -> &[u32] {
+        self.token_rows.part(self.runs[run as usize].tokens, range)
+    }
+
     /// Tokens of a run, with whatever room there is behind them.
     #[inline]
     pub(super) fn run_tokens(&self, run: u32) -> &[u32] {
@@ -357,15 +363,12 @@ impl Arena {
         self.token_rows.slice_mut(self.runs[run as usize].tokens)
     }
 
-    fn list(&self, run: &Run, tier: Tier) -> &[PageId] {
-        self.page_rows.slice(if tier == Tier::Device { run.device } else { run.host })
-    }
-
     /// Pages of a node on the device or the host; empty without such a list.
     #[inline]
     pub(super) fn pages(&self, at: u32, tier: Tier) -> &[PageId] {
         let node = &self.nodes[at as usize];
-        self.list(&self.runs[node.run as usize], tier).get(node.range()).unwrap_or_default()
+        let run = &self.runs[node.run as usize];
+        self.page_rows.part(if tier == Tier::Device { run.device } else { run.host }, node.range())
     }
 
     /// The same, to change; the node has such a list.
@@ -392,7 +395,8 @@ impl Arena {
     /// Page hashes of a node, if its run has any.
     pub(super) fn hashes(&self, at: u32) -> Option<&[PageHash]> {
         let node = &self.nodes[at as usize];
-        self.hash_rows.slice(self.runs.get(node.run as usize)?.hashes).get(node.range())
+        let row = self.runs.get(node.run as usize)?.hashes;
+        (!row.is_none()).then(|| self.hash_rows.part(row, node.range()))
     }
 
     /// Writes the hashes of a range of a run.

@@ -189,6 +189,7 @@ impl Orders {
     }
 
     /// Where a node belongs, from its state alone. `sanity` asks the same question.
+    #[inline]
     pub(super) fn place(&self, at: u32, node: &Node) -> Listed {
         let leaf_only = !self.policy.is_list();
         let kept = usize::from(node.refs > 0);
@@ -245,15 +246,23 @@ impl Orders {
         }
     }
 
-    /// Links a node behind everything older. O(1) for one that was just used; else a search from both ends of the order
-    /// and from the place of the last such call at once, which costs the shortest of the three ways.
+    /// Links a node behind everything older. O(1) for one that was just used.
+    #[inline]
     fn link_by_age(&mut self, nodes: &mut [Node], at: u32, want: Listed) {
+        let ends = &mut self.lists[want as usize];
+        if ends.newest == NIL || age(nodes, ends.newest) < age(nodes, at) {
+            link_newest(nodes, ends, at, order_links);
+        } else {
+            self.link_back(nodes, at, want);
+        }
+    }
+
+    /// The rest of `link_by_age`: a search from both ends of the order and from the place of the last such call at once,
+    /// which costs the shortest of the three ways.
+    #[inline(never)]
+    fn link_back(&mut self, nodes: &mut [Node], at: u32, want: Listed) {
         let (ends, finger) = (&mut self.lists[want as usize], &mut self.fingers[want as usize]);
         let mine = age(nodes, at);
-        if ends.newest == NIL || age(nodes, ends.newest) < mine {
-            link_newest(nodes, ends, at, order_links);
-            return;
-        }
         let (mut low, mut high, mut near) = (ends.oldest, ends.newest, *finger);
         if nodes.get(near as usize).is_none_or(|node| node.listed != want || near == at) {
             near = high;
@@ -439,16 +448,20 @@ impl Orders {
 
     #[inline]
     fn set_tick(&mut self, arena: &mut Arena, at: u32, tick: u64) {
-        if arena.nodes[at as usize].tick != tick {
-            let mirrored = arena.nodes[at as usize].mirrored;
+        let node = &mut arena.nodes[at as usize];
+        if node.tick == tick {
+            return;
+        }
+        let mirrored = node.mirrored;
+        if mirrored {
             self.remove_mirror(arena, at);
-            arena.nodes[at as usize].tick = tick;
-            if mirrored {
-                self.add_mirror(arena, at);
-            }
-            if self.has_components {
-                self.rekey_components(arena, at);
-            }
+        }
+        arena.nodes[at as usize].tick = tick;
+        if mirrored {
+            self.add_mirror(arena, at);
+        }
+        if self.has_components {
+            self.rekey_components(arena, at);
         }
     }
 

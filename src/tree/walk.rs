@@ -19,18 +19,12 @@ pub(super) struct Walk {
     pub(super) spare: u32,
 }
 
-/// Length of the common run of two token rows.
-#[inline]
+/// Length of the common run of two token rows of one length that differ.
 fn common_tokens(a: &[u32], b: &[u32]) -> usize {
-    let k = a.len().min(b.len());
-    if a[..k] == b[..k] {
-        return k;
-    }
     // The differing block is found at memcmp speed, the token inside it by a short scan.
     const BLOCK: usize = 64;
-    let same = a[..k].chunks(BLOCK).zip(b[..k].chunks(BLOCK)).take_while(|(x, y)| x == y).count() * BLOCK;
-    let tail = a[same..k].iter().zip(&b[same..k]).take_while(|(x, y)| x == y).count();
-    same + tail
+    let same = a.chunks(BLOCK).zip(b.chunks(BLOCK)).take_while(|(x, y)| x == y).count() * BLOCK;
+    same + a[same..].iter().zip(&b[same..]).take_while(|(x, y)| x == y).count()
 }
 
 /// Tag of a child: parent slot, namespace (below the root) and the tokens of its first page.
@@ -71,35 +65,58 @@ impl Tree {
     pub(super) fn walk(&self, start: u32, key: Key<'_>, mut visit: impl FnMut(u32, u32)) -> Walk {
         let p = self.page_size as usize;
         let overlap = self.view.overlap();
-        let whole = key.pages(self.page_size) as usize;
+        let whole = key.pages(self.page_size);
+        let mut rest = &key.tokens[..whole as usize * p + overlap.min(key.tokens.len())];
         let mut at = start;
         let mut pos = 0;
         while pos < whole {
-            let rest = &key.tokens[pos * p..whole * p + overlap];
-            let confirm = |child: u32| {
-                let node = &self.arena.nodes[child as usize];
-                if node.parent != at || (at == ROOT && node.ns != key.ns) {
-                    return None;
-                }
-                let pages = common_tokens(self.tokens_of(child), rest).saturating_sub(overlap) / p;
-                (pages > 0).then_some((child, pages as u32, node.pages))
-            };
             // An only child needs no table.
             let here = &self.arena.nodes[at as usize];
             let found = match here.kids {
                 0 => None,
-                1 => confirm(here.first_child),
-                _ => self.table.find(tag_of(at, key.ns, &rest[..p + overlap]), confirm),
+                1 => self.confirm(at, here.first_child, key.ns, rest),
+                _ => {
+                    let tag = tag_of(at, key.ns, &rest[..p + overlap]);
+                    self.table.find(tag, |child| self.confirm(at, child, key.ns, rest))
+                }
             };
-            let Some((child, pages, of)) = found else { break };
+            let Some((child, pages, spare)) = found else { break };
             visit(child, pages);
-            pos += pages as usize;
+            pos += pages;
             at = child;
-            if pages < of {
-                return Walk { pages: pos as u32, last: at, spare: of - pages };
+            if spare > 0 {
+                return Walk { pages: pos, last: at, spare };
             }
+            rest = &rest[pages as usize * p..];
         }
-        Walk { pages: pos as u32, last: at, spare: 0 }
+        Walk { pages: pos, last: at, spare: 0 }
+    }
+
+    /// Whether `child` is the child of `at` that goes on with `rest`: the pages of it that match, at least one, and the
+    /// pages of it that do not.
+    #[inline]
+    fn confirm(&self, at: u32, child: u32, ns: NamespaceId, rest: &[u32]) -> Option<(u32, u32, u32)> {
+        let node = &self.arena.nodes[child as usize];
+        if node.parent != at || (at == ROOT && node.ns != ns) {
+            return None;
+        }
+        let mine = self.tokens_of(child);
+        if !mine.is_empty() && rest.len() >= mine.len() && rest[..mine.len()] == *mine {
+            // The usual case, without a division.
+            return Some((child, node.pages, 0));
+        }
+        self.confirm_part(child, mine, rest)
+    }
+
+    #[inline(never)]
+    fn confirm_part(&self, child: u32, mine: &[u32], rest: &[u32]) -> Option<(u32, u32, u32)> {
+        let len = mine.len().min(rest.len());
+        let common = match mine[..len] == rest[..len] {
+            true => len,
+            false => common_tokens(&mine[..len], &rest[..len]),
+        };
+        let pages = (common.saturating_sub(self.view.overlap()) / self.page_size as usize) as u32;
+        (pages > 0).then(|| (child, pages, self.arena.nodes[child as usize].pages - pages))
     }
 
     fn empty_match(&self) -> Matched {
@@ -233,16 +250,33 @@ impl Tree {
         } else {
             found.full_pages = path.last().map_or(0, |&at| self.arena.nodes[at as usize].end());
         }
-        for &at in &path {
-            let node = &self.arena.nodes[at as usize];
-            let on_device = node.device == Residency::Present && node.end() <= device_end;
-            if on_device {
-                pages.extend_from_slice(self.arena.pages(at, Tier::Device));
-            }
-            self.extend_match(found, at, node.pages, on_device);
-        }
+        self.add_up(found, &path, device_end, pages);
         self.orders.matched(&mut self.arena, &path, found.depth_pages());
         path
+    }
+
+    /// Adds a path to a match: the part that is on the device and ends at `device_end` or above, whose pages are appended to
+    /// `pages`, and what follows it.
+    #[inline]
+    fn add_up(&self, found: &mut Matched, path: &[u32], device_end: u32, pages: &mut Vec<PageId>) {
+        let mut on_device = 0;
+        for &at in path {
+            let node = &self.arena.nodes[at as usize];
+            if node.device != Residency::Present || node.end() > device_end {
+                break;
+            }
+            pages.extend_from_slice(self.arena.pages(at, Tier::Device));
+            found.device_pages += node.pages;
+            on_device += 1;
+        }
+        let (on_device, below) = path.split_at(on_device);
+        if let Some(&last) = on_device.last() {
+            found.node = self.arena.id(last);
+            found.device_node = found.node;
+        }
+        for &at in below {
+            self.extend_match(found, at, self.arena.nodes[at as usize].pages, false);
+        }
     }
 
     /// A look-up that goes on where `held` ends, for a request that holds the lock of an earlier one: the locked prefix is
@@ -273,13 +307,7 @@ impl Tree {
         let mut found = self.empty_match();
         (found.node, found.device_node, found.device_pages) = (held.node, held.node, depth);
         let path = self.walk_and_split(anchor, key.from_page(depth, self.page_size));
-        for &at in &path {
-            let node = &self.arena.nodes[at as usize];
-            if node.device == Residency::Present {
-                pages.extend_from_slice(self.arena.pages(at, Tier::Device));
-            }
-            self.extend_match(&mut found, at, node.pages, true);
-        }
+        self.add_up(&mut found, &path, u32::MAX, pages);
         self.orders.matched(&mut self.arena, &path, found.depth_pages() - depth);
         // The locked nodes stand in no order; their release counts as their use.
         for &at in path.iter().rev() {
@@ -386,8 +414,7 @@ mod tests {
             let mut b = a.clone();
             b[at] ^= 1 << 31;
             assert_eq!(common_tokens(&a, &b), at);
-            assert_eq!(common_tokens(&a[..at], &a), at);
+            assert_eq!(common_tokens(&a[..=at], &b[..=at]), at);
         }
-        assert_eq!(common_tokens(&a, &a), 300);
     }
 }

@@ -23,6 +23,9 @@ fn every_room_ends_and_nothing_is_lost(transport: &str) {
     assert_eq!((figure(&table, "rooms"), figure(&table, "mismatches")), (60, 0));
     assert_eq!(figure(&table, "leaked pages"), 0);
     assert!(figure(&table, "arrived") > 30 && figure(&table, "prefix pages") > 0, "{table}");
+    if transport.contains("staging") {
+        assert!(figure(&table, "blocks") > 0, "{table}");
+    }
 }
 
 #[test]
@@ -33,6 +36,14 @@ fn over_tcp() {
 #[test]
 fn over_shared_memory() {
     every_room_ends_and_nothing_is_lost("shm");
+}
+
+/// Prefill ranks with half of the heads each, decode ranks with all: slices go as blocks through a ring.
+#[test]
+fn slices_of_heads_over_tcp_and_shared_memory() {
+    for transport in ["tcp --staging", "shm --staging"] {
+        every_room_ends_and_nothing_is_lost(transport);
+    }
 }
 
 /// With the library all the same; without it, or without the feature, words and a failure.

@@ -1,13 +1,15 @@
 //! Calls that pass through to the core or to the device.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use sapwood::backend::device::SoftDevice;
 use sapwood::backend::store::Store;
 use sapwood::backend::store::file::{FileConfig, FileStore};
 use sapwood::backend::store::mem::MemStore;
 use sapwood::base::{Fence, NamespaceId, Time};
-use sapwood::engine::{ComputeError, PrefixCache, Request};
+use sapwood::engine::{CacheError, ComputeError, NewWeightsError, PrefixCache, Request};
+use sapwood::key::Namespace;
 use sapwood::pool::{Capacities, Capacity};
 use sapwood::tiers::{
     Alloc, CoreError, LoadBack, LoadState, OpLog, Prefetch, PrefetchPolicy, PrefetchState, Rates, Refusal,
@@ -167,4 +169,43 @@ fn what_is_hit_on_the_device_keeps_its_place_in_the_store() {
     drop(engine);
     let mut after = new();
     assert_eq!((after.run(&prompt(1, 5)).pages, after.run(&prompt(2, 5)).pages), (4, 0));
+}
+
+/// sgl#26792 (B30): weights were updated in place, device and host were flushed, and the next request was served from the
+/// store with what the old weights had computed. A new epoch asks under other names; the old ones stay for whoever still
+/// runs the old weights.
+#[test]
+fn nothing_of_the_old_weights_is_found_after_an_update() {
+    for shape in Shape::EACH {
+        let store: Arc<dyn Store> = Arc::new(MemStore::new(1 << 22));
+        let mut engine = Engine::new(shape, Sizes::AMPLE, Some(Arc::clone(&store)));
+        let (old, new) = (prompt(1, 6), prompt(2, 6));
+        engine.run(&old);
+        engine.settle();
+        // A request that computes on the old weights is in the way.
+        let namespace = engine.cache.namespace(&Namespace::default()).unwrap();
+        let request = engine.cache.request(namespace);
+        let in_the_way = engine.cache.set_weights_epoch(1, Duration::from_secs(10));
+        let in_use = CacheError::Core(CoreError::InUse { requests: 1, operations: 0 });
+        assert!(matches!(in_the_way, Err(NewWeightsError::Cache(e)) if e == in_use));
+        engine.cache.abort(request, Fence::SETTLED).unwrap();
+        assert_eq!(engine.run(&old).device_tokens, 24);
+
+        // Its writes to host and store are in flight at the update.
+        engine.run(&new);
+        engine.cache.set_weights_epoch(1, Duration::from_secs(10)).unwrap();
+        engine.weights = 1;
+        for tokens in [&old, &new] {
+            let found = engine.run(tokens);
+            assert_eq!((found.device_tokens, found.host_tokens, found.pages), (0, 0, 0), "{shape:?}");
+        }
+        engine.settle();
+
+        // Another instance of the old weights still finds what it wrote, one of the new weights what those did.
+        let mut before = Engine::new(shape, Sizes::AMPLE, Some(Arc::clone(&store)));
+        assert!(before.run(&old).host_tokens > 0, "{shape:?}");
+        before.cache.set_weights_epoch(1, Duration::from_secs(10)).unwrap();
+        before.weights = 1;
+        assert!(before.run(&old).host_tokens > 0, "{shape:?}");
+    }
 }

@@ -125,6 +125,8 @@ pub(crate) struct Engine {
     pub(crate) cache: PrefixCache,
     pub(crate) device: SoftDevice,
     rank: u32,
+    /// What is computed depends on it.
+    pub(crate) weights: u64,
     now: Instant,
 }
 
@@ -144,7 +146,7 @@ impl Engine {
     }
 
     pub(crate) fn of(cache: PrefixCache, device: SoftDevice, rank: u32) -> Engine {
-        Engine { cache, device, rank, now: Instant::now() }
+        Engine { cache, device, rank, weights: 0, now: Instant::now() }
     }
 
     pub(crate) fn turn(&mut self, what: &str, mut done: impl FnMut(&mut PrefixCache) -> bool) {
@@ -300,7 +302,7 @@ impl Engine {
         let seed = prefix
             .iter()
             .fold(0xcbf2_9ce4_8422_2325_u64, |h, &t| (h ^ u64::from(t)).wrapping_mul(0x0100_0000_01b3));
-        let mut x = seed ^ u64::from(plane.0) << 32 ^ u64::from(self.rank) << 40 | 1;
+        let mut x = seed ^ u64::from(plane.0) << 32 ^ u64::from(self.rank) << 40 ^ self.weights << 48 | 1;
         (0..bytes)
             .map(|_| {
                 x ^= x << 13;

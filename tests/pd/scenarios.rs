@@ -316,6 +316,34 @@ fn s11_a_replaced_peer_is_noticed_by_its_incarnation() {
     assert_eq!(n.outcome(0, key(2, 1)), Some(&Ok(vec![1, 2])));
 }
 
+/// The other way round: frames of earlier processes that were long under way, of any kind, replace nobody on either side.
+#[test]
+fn s11_a_late_frame_of_an_earlier_life_replaces_nobody() {
+    let mut n = Net::simple();
+    n.prefill(key(1, 1), 8);
+    n.decode(0, key(1, 1), 8, 0);
+    n.run(2 * SEC);
+    let old = n.saved(|_| true);
+    n.start_p(0);
+    n.start_d(0);
+    n.auto = false;
+    n.prefill(key(2, 1), 8);
+    n.decode(0, key(2, 1), 8, 20);
+    n.run(1500 * MS);
+    let deaths = (n.ps(0).stats().link.deaths, n.ds(0).stats().link.deaths);
+    assert!(old.len() > 10);
+    for (from, to, bytes) in &old {
+        n.hand(*from, *to, bytes);
+    }
+    n.run(1500 * MS);
+    assert_eq!((n.ps(0).stats().link.deaths, n.ds(0).stats().link.deaths), deaths);
+    assert_eq!(n.outcome(0, key(2, 1)), None);
+    let post = n.posts.last().unwrap().clone();
+    n.finish_ok(&post);
+    n.run(100 * MS);
+    assert_eq!(n.outcome(0, key(2, 1)), Some(&Ok(vec![1, 2])));
+}
+
 /// S12 (sgl#27374, sgl#26394) and I7, I8: nothing of an earlier life acts on a later one of the same room.
 #[test]
 fn s12_a_late_success_of_another_life_is_not_believed() {

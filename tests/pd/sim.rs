@@ -68,6 +68,14 @@ fn a_place_that_was_taken_is_used() {
     assert!(run(&o).violations.is_empty(), "{}", tell(&o));
 }
 
+/// Seed 17375: a decode rank that had just started took a late frame of an earlier life of the prefill rank for its
+/// successor, and heard the living one no more.
+#[test]
+fn an_earlier_life_is_not_taken_for_the_next() {
+    let o = Options::new(17_375);
+    assert!(run(&o).violations.is_empty(), "{}", tell(&o));
+}
+
 #[test]
 fn without_faults_every_room_arrives() {
     let mut sum = Report::default();

@@ -202,6 +202,77 @@ fn a_failed_copy_gives_every_pool_back() {
     rig.assert_quiet();
 }
 
+/// What was computed elsewhere came with the end of its window: the rest of the window is not published, and a prompt
+/// that would need it is cut.
+#[test]
+fn a_window_whose_beginning_was_let_go_is_published_from_where_it_is() {
+    let mut rig = Rig::new(hybrid(config(8, 16, WT1)));
+    let request = rig.request();
+    assert_eq!(rig.alloc(request, 4), Ok(Alloc::Granted));
+    rig.compute(request, &t("ABCD"), NamespaceId::DEFAULT);
+    rig.core.let_window_go(request, 2).unwrap();
+    let parts = rig.core.request_components(request).unwrap();
+    assert_eq!((parts.window_from, parts.own_window_from, parts.window.len()), (2, 2, 2));
+    let counts = rig.core.component_counts(Component::Window, Tier::Device);
+    assert_eq!((counts.request_pages, counts.free_pages, counts.leaked_pages), (2, 14, 0));
+    // Less than was let go already, and more than there is.
+    rig.core.let_window_go(request, 1).unwrap();
+    assert_eq!(rig.core.component_counts(Component::Window, Tier::Device).request_pages, 2);
+    rig.finish(request, &t("ABCD")).unwrap();
+    rig.drain();
+    assert_eq!(rig.core.component_counts(Component::Window, Tier::Device).cached_pages, 2);
+    assert_eq!((found(&rig, "ABCD"), found(&rig, "ABC")), ((4, 0), (0, 0)));
+    assert_eq!(rig.serve(&t("ABCDE")).device_tokens, 16);
+    let none = rig.request();
+    assert_eq!(rig.alloc(none, 2), Ok(Alloc::Granted));
+    rig.core.let_window_go(none, 99).unwrap();
+    assert!(rig.core.request_components(none).unwrap().window.is_empty());
+    rig.abort(none).unwrap();
+    rig.drain();
+    rig.assert_quiet();
+}
+
+/// A load fails under a request that owns pages already. Another one that matched what is there and owns what is missing
+/// goes on with them.
+#[test]
+fn a_request_goes_on_with_what_another_one_owned() {
+    let mut rig = Rig::new(hybrid(config(8, 16, WT1)));
+    rig.serve(&t("ABCD"));
+    rig.drain();
+    flush_device(&mut rig, 8);
+    let failed = rig.request();
+    rig.match_prefix(failed, &t("ABCD")).unwrap();
+    assert!(matches!(rig.load_back(failed), Ok(LoadBack::Started { tokens: 16 })));
+    assert_eq!(rig.alloc(failed, 1), Ok(Alloc::Granted));
+    rig.complete(0, &Call::Fails);
+    assert_eq!(rig.core.load_state(failed), Ok(LoadState::Failed));
+    let again = rig.request();
+    assert_eq!(rig.alloc(again, 4), Ok(Alloc::Granted));
+    let table = [rig.core.pages(again).unwrap(), &rig.core.pages(failed).unwrap()[4..]].concat();
+    let state = rig.core.request_components(failed).unwrap().state;
+    rig.core.take_over(again, failed).unwrap();
+    rig.core.take_over(again, again).unwrap();
+    assert_eq!(rig.core.pages(again).unwrap(), table);
+    let parts = rig.core.request_components(again).unwrap();
+    assert_eq!((parts.own_window_from, parts.window.len(), parts.state), (0, 5, state));
+    rig.abort(failed).unwrap();
+    rig.compute(again, &t("ABCDE"), NamespaceId::DEFAULT);
+    assert_eq!(rig.finish(again, &t("ABCDE")).unwrap().published_tokens, 20);
+    rig.drain();
+    assert_eq!(rig.serve(&t("ABCDEF")).device_tokens, 20);
+    // A giver without its whole window leaves no hole in that of the taker.
+    let [taker, giver] = [rig.request(), rig.request()];
+    assert_eq!((rig.alloc(taker, 1), rig.alloc(giver, 1)), (Ok(Alloc::Granted), Ok(Alloc::Granted)));
+    rig.core.let_window_go(giver, 1).unwrap();
+    rig.core.take_over(taker, giver).unwrap();
+    let parts = rig.core.request_components(taker).unwrap();
+    assert_eq!((parts.own_window_from, parts.window.len()), (2, 0));
+    rig.abort(taker).unwrap();
+    rig.abort(giver).unwrap();
+    rig.drain();
+    rig.assert_quiet();
+}
+
 /// Through a store and a restart: one process writes, the next one prefetches, loads and goes on.
 #[test]
 fn a_restart_finds_windows_and_states_in_the_store() {

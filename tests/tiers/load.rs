@@ -1,10 +1,10 @@
 //! Host to device.
 
-use sapwood::base::NamespaceId;
+use sapwood::base::{NamespaceId, OpId, Tier, Time};
 use sapwood::sim::{Call, Pending, Rig};
-use sapwood::tiers::{Alloc, CoreError, LoadBack, LoadState, Refusal, WritePolicy};
+use sapwood::tiers::{Alloc, CoreError, Event, LoadBack, LoadState, Prefetch, Refusal, WritePolicy};
 
-use crate::common::{WT1, config, found, t};
+use crate::common::{WT1, config, found, t, t1, with_store};
 
 /// A rig whose host holds `prompts` and whose device holds nothing.
 fn on_host(device: u32, host: u32, write: WritePolicy, prompts: &[&str]) -> Rig {
@@ -96,6 +96,76 @@ fn b15_what_a_match_found_stays_until_it_is_used_or_dropped() {
     rig.serve(&t("EF"));
     rig.drain();
     assert_eq!(rig.core.stats().backed_up_pages, 6, "the host made room for EF");
+    rig.assert_quiet();
+}
+
+/// lmc#1034, lmc#2017 (B06): the scheduler forgot requests that had looked something up, and the pool ended with every
+/// page pinned. A match may have an end; it is counted, and the request has to match again.
+#[test]
+fn b06_a_match_may_have_an_end() {
+    let mut rig = on_host(8, 4, WT1, &["ABCD"]);
+    let (forgotten, late, used) = (rig.request(), rig.request(), rig.request());
+    for request in [forgotten, late, used] {
+        assert_eq!(rig.match_prefix(request, &t("ABCD")).unwrap().host_tokens, 16);
+        rig.core.hold_until(request, Time(100)).unwrap();
+    }
+    rig.core.hold_until(late, Time(200)).unwrap();
+    assert_eq!(rig.core.next_timeout(), Some(Time(100)));
+    assert!(matches!(rig.load_back(used), Ok(LoadBack::Started { .. })));
+    rig.drain();
+    rig.tick(Time(100));
+    assert_eq!((rig.core.stats().matches_ended, rig.core.next_timeout()), (1, Some(Time(200))));
+    rig.tick(Time(200));
+    assert_eq!((rig.core.stats().matches_ended, rig.core.next_timeout()), (2, None));
+    rig.verify(used, &t("ABCD"));
+
+    // What held nothing any more can not be computed on by mistake.
+    assert_eq!(rig.load_back(late), Err(CoreError::MatchEnded));
+    assert_eq!(rig.alloc(late, 1), Err(CoreError::MatchEnded));
+    assert_eq!(rig.checkpoint(late, &t("ABCD")), Err(CoreError::MatchEnded));
+    assert_eq!(rig.match_prefix(late, &t("ABCD")).unwrap().device_tokens, 16);
+    rig.alloc(late, 1).unwrap();
+    rig.core.hold_until(late, Time(300)).unwrap();
+    rig.tick(Time(300));
+    assert_eq!(rig.core.stats().matches_ended, 2, "a request with pages of its own is in use");
+    for request in [forgotten, late, used] {
+        rig.abort(request).unwrap();
+    }
+    flush_device(&mut rig, 8);
+    assert_eq!(rig.core.page_counts(Tier::Host).free_pages, 0);
+    rig.serve(&t("EFGH"));
+    rig.drain();
+    assert_eq!(rig.core.tree().stats().host_pages_mirrored, 4, "the host made room");
+    rig.assert_quiet();
+}
+
+/// sgl#26792 (B30): new weights. Device and host forget everything, but not under a request that computes on the old
+/// weights, and not before what is in flight has ended; what ends late changes nothing.
+#[test]
+fn b30_new_weights_find_nothing_of_the_old() {
+    let mut rig = Rig::new(with_store(config(8, 8, WT1)));
+    let request = rig.request();
+    rig.match_prefix(request, &t("AB")).unwrap();
+    rig.alloc(request, 2).unwrap();
+    rig.compute(request, &t("AB"), NamespaceId::DEFAULT);
+    rig.checkpoint(request, &t("AB")).unwrap();
+    let in_use = |rig: &mut Rig| matches!(rig.core.reset(), Err(CoreError::InUse { .. }));
+    assert!(in_use(&mut rig));
+    rig.finish(request, &t("AB")).unwrap();
+    assert!(in_use(&mut rig), "a copy is in flight");
+    rig.drain();
+    let asking = rig.request();
+    assert!(matches!(rig.prefetch(asking, &t1("ABCD")), Ok(Prefetch::Started { .. })));
+    rig.abort(asking).unwrap();
+    assert!(in_use(&mut rig), "a query is in flight");
+    rig.drain();
+    rig.core.reset().unwrap();
+    rig.core.handle(Event::Copied { op: OpId(1), ok: true });
+    assert_eq!(found(&rig, "AB"), (0, 0));
+    rig.assert_quiet();
+    rig.serve(&t("AB"));
+    rig.drain();
+    assert_eq!((found(&rig, "AB"), rig.core.tree().stats().host_pages_mirrored), ((2, 0), 2));
     rig.assert_quiet();
 }
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use super::TransportError;
 use crate::backend::host::HostArena;
 use crate::backend::region::Region;
+use crate::pd::plan::Copy;
 
 /// A block of memory that stays where it is for as long as the value lives.
 ///
@@ -57,6 +58,13 @@ impl Memory {
     #[must_use]
     pub fn of(arena: &HostArena) -> Memory {
         Memory::new(arena.regions().map(|(_, r)| r.clone() as Arc<dyn Bytes>).collect())
+    }
+
+    /// The same with one more region behind the others, for a staging ring or its buffers.
+    #[must_use]
+    pub fn with(mut self, region: Arc<dyn Bytes>) -> Memory {
+        self.regions.push(region);
+        self
     }
 
     /// Lengths in bytes.
@@ -120,14 +128,18 @@ impl Memory {
         unsafe { self.write(region, offset, bytes).unwrap() };
     }
 
-    /// Copies between regions while the protocol says that nobody else uses either range.
-    #[cfg(test)]
-    pub(crate) fn copy_for_test(&self, copies: &[crate::pd::plan::Copy]) {
+    /// Copies within this rank, as [`Action::Gather`](crate::pd::sender::Action::Gather) and
+    /// [`Action::Scatter`](crate::pd::receiver::Action::Scatter) ask. Like a transport it relies on what the machines
+    /// promise: nobody writes the sources of such an action before its end is reported, and nobody else uses the
+    /// destinations. On an error some may have been copied. O(bytes).
+    pub fn copy_within(&self, copies: &[Copy]) -> Result<(), TransportError> {
         for c in copies {
-            let mut bytes = vec![0; c.len as usize];
-            self.peek(c.src_region, c.src_off, &mut bytes);
-            self.poke(c.dst_region, c.dst_off, &bytes);
+            let from = self.at(c.src_region, c.src_off, c.len)?;
+            let to = self.at(c.dst_region, c.dst_off, c.len)?;
+            // SAFETY: both ranges lie in their regions, and are the action's; `copy` allows that they overlap.
+            unsafe { std::ptr::copy(from.as_ptr(), to.as_ptr(), c.len as usize) };
         }
+        Ok(())
     }
 
     /// The bytes of a range, for a call that only reads them.

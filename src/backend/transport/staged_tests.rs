@@ -116,7 +116,7 @@ impl Prefill {
                     self.writer.attach(peer, inc, attach, &blob).unwrap();
                 }
                 sender::Action::Gather { job, copies } => {
-                    self.memory.copy_for_test(&copies);
+                    self.memory.copy_within(&copies).unwrap();
                     self.sender.handle_gathered(now, job, true);
                 }
                 sender::Action::Write { xfer, peer, attach, tag, copies } => {
@@ -174,7 +174,7 @@ fn slices_of_heads_arrive_through_the_ring() {
                     target.allow(tag, spans_of(&l, &dest, &ring)).unwrap();
                 }
                 receiver::Action::Scatter { id, copies } => {
-                    target_memory.copy_for_test(&copies);
+                    target_memory.copy_within(&copies).unwrap();
                     r.handle_scattered(now, id);
                 }
                 receiver::Action::Forget { tag } => target.forget(tag),

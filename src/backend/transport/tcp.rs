@@ -1,8 +1,9 @@
 //! TCP: the writer sends records, the target copies them into granted pages and acknowledges.
 //!
-//! A record is 56 bytes of header and its payload. The target holds the grant table while it copies one
-//! piece (at most 256 KiB), never while it waits for a socket, so a revocation waits for one memory copy
-//! and not for the peer. A batch is spread over [`STREAMS`] connections and is done when all of them have
+//! A record is 56 bytes of header and its payload. The target holds the grant table while it, or the system for it,
+//! copies one piece (at most 256 KiB), never while it waits for a socket, so a revocation waits for one memory copy
+//! and not for the peer. Large records go from the socket straight into the page: two thirds of what a byte costs
+//! here are its copies, and the one through a buffer was the third. A batch is spread over [`STREAMS`] connections and is done when all of them have
 //! acknowledged their part. A broken connection leaves its batches *unknown*: bytes may be on their way into
 //! the target still. They settle when the peer attaches anew, which it does only after a fence.
 #![expect(unsafe_code, reason = "copies between registered memory; each block says why it is sound")]
@@ -10,11 +11,14 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{IoSlice, Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
+use rustix::event::{PollFd, PollFlags, poll};
 
 use super::grants::{Grants, Span};
 use super::memory::Memory;
@@ -30,7 +34,10 @@ pub const STREAMS: usize = 4;
 const HELLO_MAGIC: u64 = u64::from_le_bytes(*b"SWPDTCP1");
 const RECORD_MAGIC: u32 = u32::from_le_bytes(*b"SPR1");
 const HEAD_BYTES: usize = 56;
+/// What is copied under one admission at most, and read ahead of small records.
 const BUFFER_BYTES: usize = 256 << 10;
+/// The system copies from this on straight into the page. Below, a record shares a system call with others.
+const DIRECT_BYTES: u64 = 32 << 10;
 /// Records of one vectored write.
 const VECTOR: usize = 64;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -171,60 +178,144 @@ fn serve(mut stream: TcpStream, shared: &Shared) {
     let Ok(handle) = stream.try_clone() else { return };
     let number = shared.next.fetch_add(1, Ordering::Relaxed);
     lock(&shared.connections).insert(number, (inc, attach, handle));
-    let _ = receive(&mut stream, shared, inc, attach);
+    let _ = receive(&stream, shared, inc, attach);
     let _ = stream.shutdown(Shutdown::Both);
     lock(&shared.connections).remove(&number);
 }
 
-/// Takes records until the connection ends.
-fn receive(stream: &mut TcpStream, shared: &Shared, inc: Incarnation, attach: u32) -> std::io::Result<()> {
-    let mut buffer = vec![0u8; BUFFER_BYTES];
-    let (mut lo, mut hi) = (0, 0);
-    let (mut bytes, mut refused) = (0u64, false);
-    loop {
-        while hi - lo < HEAD_BYTES {
-            buffer.copy_within(lo..hi, 0);
-            (lo, hi) = (0, hi - lo);
-            match stream.read(&mut buffer[hi..])? {
-                0 => return Ok(()),
-                n => hi += n,
+/// What has come through a socket and is not used yet.
+struct Intake<'a> {
+    stream: &'a TcpStream,
+    buffer: Vec<u8>,
+    lo: usize,
+    hi: usize,
+    /// How much to read ahead: behind a large record only the next head, as another one may follow it.
+    ahead: usize,
+}
+
+impl Intake<'_> {
+    /// Waits for more bytes, into the buffer, which may hold `end` then. False when the connection has ended.
+    fn more(&mut self, end: usize) -> std::io::Result<bool> {
+        self.buffer.copy_within(self.lo..self.hi, 0);
+        (self.lo, self.hi) = (0, self.hi - self.lo);
+        let n = (&mut &*self.stream).read(&mut self.buffer[self.hi..end])?;
+        self.hi += n;
+        Ok(n > 0)
+    }
+
+    fn head(&mut self) -> std::io::Result<Option<Head>> {
+        while self.hi - self.lo < HEAD_BYTES {
+            if !self.more(self.ahead)? {
+                return Ok(None);
             }
         }
-        let Some(head) = Head::decode(&buffer[lo..lo + HEAD_BYTES]) else { return Ok(()) };
-        lo += HEAD_BYTES;
+        let head = Head::decode(&self.buffer[self.lo..self.lo + HEAD_BYTES]);
+        self.lo += HEAD_BYTES;
+        Ok(head)
+    }
+
+    /// Takes what has arrived of `len` bytes straight to `to`, and the next head behind them if `last`; never
+    /// waits. The buffer must be empty. How many of the `len`; 0 when nothing has arrived.
+    ///
+    /// # Safety
+    /// `to` has room for `len` bytes, and nobody else uses them until this returns.
+    unsafe fn land(&mut self, to: NonNull<u8>, len: usize, last: bool) -> std::io::Result<u64> {
+        let vector = |base: *mut u8, len| libc::iovec { iov_base: base.cast(), iov_len: len };
+        let behind = if last { HEAD_BYTES } else { 0 };
+        let mut parts = [vector(to.as_ptr(), len), vector(self.buffer.as_mut_ptr(), behind)];
+        // SAFETY: all zeros is an empty message header.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        (message.msg_iov, message.msg_iovlen) = (parts.as_mut_ptr(), parts.len());
+        // SAFETY: both parts may be written by contract and by `&mut self`; the rest of the header is empty.
+        let n = unsafe { libc::recvmsg(self.stream.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
+        let Ok(n) = usize::try_from(n) else {
+            let e = std::io::Error::last_os_error();
+            let again = matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted);
+            return if again { Ok(0) } else { Err(e) };
+        };
+        (self.lo, self.hi) = (0, n.saturating_sub(len));
+        if n == 0 { Err(std::io::ErrorKind::UnexpectedEof.into()) } else { Ok(n.min(len) as u64) }
+    }
+
+    /// Waits until something has arrived, or the connection has ended.
+    fn wait(&self) -> std::io::Result<()> {
+        let mut fds = [PollFd::new(self.stream, PollFlags::IN)];
+        match poll(&mut fds, None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    /// Takes the payload of a record, a piece at a time, each under an admission of its own. How much of it was
+    /// allowed and landed.
+    fn payload(&mut self, shared: &Shared, way: (Incarnation, u32), head: &Head) -> std::io::Result<u64> {
+        let (mut at, mut landed) = (0, 0);
+        let large = head.len >= DIRECT_BYTES;
+        self.ahead = if large { HEAD_BYTES } else { BUFFER_BYTES };
+        while at < head.len {
+            let (rest, offset) = (head.len - at, head.offset.saturating_add(at));
+            let direct = large && self.lo == self.hi;
+            if self.lo == self.hi && !direct && !self.more(BUFFER_BYTES)? {
+                return Err(std::io::ErrorKind::UnexpectedEof.into());
+            }
+            let most = if direct { BUFFER_BYTES } else { self.hi - self.lo } as u64;
+            let len = rest.min(most);
+            let admission = shared.grants.admit();
+            let allowed = admission.allows(way.0, way.1, head.tag, Span { region: head.region, offset, len });
+            let n = match shared.memory.at(head.region, offset, len).ok().filter(|_| allowed) {
+                Some(to) if direct => {
+                    // SAFETY: in the region, granted to this tag, and the admission keeps it so meanwhile.
+                    let n = unsafe { self.land(to, len as usize, len == rest)? };
+                    drop(admission);
+                    if n == 0 {
+                        self.wait()?;
+                    }
+                    landed += n;
+                    n
+                }
+                Some(to) => {
+                    let from = &self.buffer[self.lo..self.lo + len as usize];
+                    // SAFETY: as above; the buffer is ours.
+                    unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) };
+                    landed += len;
+                    self.lo += len as usize;
+                    len
+                }
+                None => {
+                    drop(admission);
+                    if direct && !self.more(BUFFER_BYTES)? {
+                        return Err(std::io::ErrorKind::UnexpectedEof.into());
+                    }
+                    let skip = rest.min((self.hi - self.lo) as u64);
+                    self.lo += skip as usize;
+                    skip
+                }
+            };
+            at += n;
+        }
+        Ok(landed)
+    }
+}
+
+/// Takes records until the connection ends.
+fn receive(stream: &TcpStream, shared: &Shared, inc: Incarnation, attach: u32) -> std::io::Result<()> {
+    let mut intake = Intake { stream, buffer: vec![0u8; BUFFER_BYTES], lo: 0, hi: 0, ahead: BUFFER_BYTES };
+    let (mut bytes, mut refused) = (0u64, false);
+    while let Some(head) = intake.head()? {
         if head.end {
             let mut ack = [0; 24];
             ack[..8].copy_from_slice(&head.xfer.to_le_bytes());
             ack[8..16].copy_from_slice(&bytes.to_le_bytes());
             ack[16] = u8::from(refused);
-            stream.write_all(&ack)?;
+            (&mut &*stream).write_all(&ack)?;
             (bytes, refused) = (0, false);
-            continue;
-        }
-        let mut at = 0;
-        while at < head.len {
-            if lo == hi {
-                lo = 0;
-                hi = stream.read(&mut buffer)?;
-                if hi == 0 {
-                    return Ok(());
-                }
-            }
-            let n = ((hi - lo) as u64).min(head.len - at);
-            let piece = &buffer[lo..lo + n as usize];
-            let offset = head.offset.saturating_add(at);
-            let admission = shared.grants.admit();
-            let to = Span { region: head.region, offset, len: n };
-            // SAFETY: granted to this tag, and the admission keeps it so while we copy.
-            let landed = admission.allows(inc, attach, head.tag, to)
-                && unsafe { shared.memory.write(head.region, offset, piece) }.is_ok();
-            drop(admission);
-            refused |= !landed;
-            bytes += if landed { n } else { 0 };
-            lo += n as usize;
-            at += n;
+        } else {
+            let landed = intake.payload(shared, (inc, attach), &head)?;
+            bytes += landed;
+            refused |= landed < head.len;
         }
     }
+    Ok(())
 }
 
 impl Target for TcpTarget {

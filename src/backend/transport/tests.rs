@@ -226,6 +226,19 @@ fn a_copy_outside_the_grant_is_refused_where_the_target_mediates() {
             assert_eq!(wait(&mut *p.writer, 1)[0].outcome, Outcome::FailedQuiet);
         }
         assert!(bytes(&p.dst, 8192, 4096).iter().all(|b| *b == 0));
+        // One that begins inside its grant and leaves it, and one that never was inside; the next is none the worse.
+        p.target.allow(tag(1), whole(1 << 20, 1 << 20)).unwrap();
+        for (x, at, len) in [(4, 1 << 20, 3 << 20), (5, 0, 3 << 20)] {
+            let copy = [Copy { src_region: 0, src_off: 0, dst_region: 0, dst_off: at, len }];
+            p.writer.submit(XferId(x), PEER, 0, tag(1), &copy).unwrap();
+            assert_eq!(wait(&mut *p.writer, 1)[0].outcome, Outcome::FailedQuiet);
+            let outside = [bytes(&p.dst, 8192, (1 << 20) - 8192), bytes(&p.dst, 2 << 20, 2 << 20)];
+            assert!(outside.iter().flatten().all(|b| *b == 0));
+        }
+        let copy = [Copy { src_region: 0, src_off: 9, dst_region: 0, dst_off: 1 << 20, len: 1 << 20 }];
+        p.writer.submit(XferId(6), PEER, 0, tag(1), &copy).unwrap();
+        assert_eq!(wait(&mut *p.writer, 1)[0].outcome, Outcome::Ok { bytes: 1 << 20 });
+        assert!(bytes(&p.dst, 1 << 20, 1 << 20) == bytes(&p.src, 9, 1 << 20));
     }
 }
 

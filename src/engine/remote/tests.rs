@@ -37,6 +37,10 @@ fn tokens(n: u32, salt: u32) -> Vec<u32> {
     (0..n).map(|i| i * 7 + salt).collect()
 }
 
+fn shape() -> ModelShape {
+    ModelShape { model: 1, heads_total: 2, heads_here: 2, first_layer: 0, window_tokens: 0 }
+}
+
 fn want(full: u32) -> Want {
     Want { full, ..Want::default() }
 }
@@ -71,12 +75,7 @@ fn what_arrived_shortens_the_next_room() {
 #[test]
 fn granted_pages_leave_by_a_proof() {
     let (_d, mut c) = cache(0);
-    let l = layer_first_layout(
-        c.cache().geometry(),
-        PAGES,
-        ModelShape { model: 1, heads_total: 2, heads_here: 2, first_layer: 0 },
-    )
-    .unwrap();
+    let l = layer_first_layout(c.cache().geometry(), |_| PAGES, shape()).unwrap();
     let topo = Topology::single(2);
     let rank = Rank::default();
     let config = ReceiverConfig::default();
@@ -136,9 +135,10 @@ fn a_prefix_on_the_host_is_restored_and_not_sent() {
     assert!(c.cache().sanity().is_empty());
 }
 
-/// The restore breaks: the gap gets pages of its own, in their place in the table, and everything comes back.
+/// The restore breaks: the gap gets pages of its own, in their place in the table, and the room is published like any
+/// other: the next one finds all of it on the device.
 #[test]
-fn a_broken_restore_is_topped_up() {
+fn a_broken_restore_is_topped_up_and_published() {
     let (d, mut c) = cache(32);
     demoted(&mut c);
     d.inject(SoftFault { skip_jobs: 0, after_units: 1, fault: CopyFault { code: 5, quiescent: true } });
@@ -146,11 +146,13 @@ fn a_broken_restore_is_topped_up() {
     let prefix = c.open(key(3), NamespaceId::DEFAULT, &t).unwrap();
     assert_eq!(prefix, Prefix { pages: 4, restoring: true });
     let mut granted = c.reserve(key(3), &want(1)).unwrap();
+    assert!(matches!(c.reserve_gap(key(3), &want(4)), Err(ReserveRefused::NoPages)));
     settle(&mut c);
     let Restore::Failed { from } = c.restore(key(3)).unwrap() else { panic!("the copy was to fail") };
     assert_eq!(from, 0);
-    let gap = c.reserve_gap(key(3), from).unwrap();
-    assert!(matches!(c.reserve_gap(key(3), from), Err(ReserveRefused::NoPages)));
+    assert!(matches!(c.reserve_gap(key(3), &want(3)), Err(ReserveRefused::NoPages)));
+    let gap = c.reserve_gap(key(3), &want(4)).unwrap();
+    assert!(matches!(c.reserve_gap(key(3), &want(4)), Err(ReserveRefused::NoPages)));
     assert_eq!(c.restore(key(3)).unwrap(), Restore::Ready);
     let table = c.pages(key(3));
     let own: Vec<u32> = gap.destination().full.iter().chain(&granted.destination().full).copied().collect();
@@ -162,13 +164,49 @@ fn a_broken_restore_is_topped_up() {
     // The receiver would put the gap in front of the grant; here its pages end with it.
     let all = granted.commit(0..1).unwrap();
     c.commit(key(3), all);
-    assert_eq!(c.finish(key(3), Fence::SETTLED).unwrap(), None);
+    assert_eq!(numbers(&c.pages(key(3))), own);
+    assert_eq!(c.finish(key(3), Fence::SETTLED).unwrap().unwrap().published_tokens, 20);
     drop(gap);
     settle(&mut c);
     let counts = c.cache().page_counts(Tier::Device);
     assert_eq!((counts.request_pages, counts.in_flight_pages, counts.leaked_pages), (0, 0, 0));
     assert!(c.cache().sanity().is_empty());
+    let again = c.open(key(4), NamespaceId::DEFAULT, &t).unwrap();
+    assert_eq!((again, numbers(&c.pages(key(4)))), (Prefix { pages: 5, restoring: false }, own));
+    assert!(c.give_up(key(4)));
     c.cache_mut().close(Duration::from_secs(1));
+}
+
+/// A room that was to be topped up and fails instead gives back the gap and the grant.
+#[test]
+fn a_room_that_fails_with_its_gap_out_gives_everything_back() {
+    let (d, mut c) = cache(32);
+    demoted(&mut c);
+    d.inject(SoftFault { skip_jobs: 0, after_units: 1, fault: CopyFault { code: 5, quiescent: true } });
+    let (topo, rank) = (Topology::single(2), Rank::default());
+    let l = layer_first_layout(c.cache().geometry(), |_| PAGES, shape()).unwrap();
+    let mut r =
+        Receiver::new(Incarnation(1), ReceiverConfig::default(), 1, topo, rank, l, Vec::new()).unwrap();
+    let t = tokens(20, 0);
+    let spec = RecvSpec { prompt: Prompt { tokens: 20, digest: 1 }, contacts: vec![PeerId(0)] };
+    r.open(Time(1), key(3), spec).unwrap();
+    let prefix = c.open(key(3), NamespaceId::DEFAULT, &t).unwrap();
+    let granted = c.reserve(key(3), &r.want(20, prefix.pages)).unwrap();
+    r.grant(Time(2), key(3), granted, prefix.pages, true).unwrap();
+    settle(&mut c);
+    let Restore::Failed { from } = c.restore(key(3)).unwrap() else { panic!("the copy was to fail") };
+    let gap = c.reserve_gap(key(3), &r.want_topup(key(3), from).unwrap()).unwrap();
+    r.handle_restore_failed(Time(3), key(3), from, Some(gap)).unwrap();
+    r.abort(Time(4), key(3)).unwrap();
+    while let Some(e) = r.poll_event() {
+        if let Event::Released { key, pages } = e {
+            c.release(key, pages);
+        }
+    }
+    settle(&mut c);
+    let counts = c.cache().page_counts(Tier::Device);
+    assert_eq!((c.rooms(), counts.request_pages, counts.leaked_pages), (0, 0, 0));
+    assert!(c.cache().sanity().is_empty());
 }
 
 #[test]
@@ -179,8 +217,8 @@ fn a_layout_has_every_layer_and_part_once_inside_its_region() {
         .plane(Plane::latent(3, 8))
         .build()
         .unwrap();
-    let shape = ModelShape { model: 1, heads_total: 4, heads_here: 4, first_layer: 0 };
-    let l = layer_first_layout(&g, 10, shape).unwrap();
+    let shape = ModelShape { heads_total: 4, heads_here: 4, ..shape() };
+    let l = layer_first_layout(&g, |_| 10, shape).unwrap();
     assert_eq!(l.validate(&Topology::single(3), Rank::default()), Ok(()));
     assert_eq!((l.entries.len(), l.regions.len()), (3 * 2 + 2 + 3, 3));
     let device = SoftDevice::inline(Arc::new(g.clone()), Capacities::full(Capacity::Pages(10))).unwrap();
@@ -200,7 +238,9 @@ fn a_layout_has_every_layer_and_part_once_inside_its_region() {
     memory.peek(0, at as u64, &mut got);
     assert_eq!(got, want[64..]);
     let odd = ModelShape { heads_here: 3, ..shape };
-    assert_eq!(layer_first_layout(&g, 10, odd), Err(Incompatible::HeadSplit));
+    assert_eq!(layer_first_layout(&g, |_| 10, odd), Err(Incompatible::HeadSplit));
+    // Only the model knows how a state is cut.
     let state = Geometry::builder(4).plane(Plane::target(1, 16)).plane(Plane::state(1, 8)).build().unwrap();
-    assert_eq!(layer_first_layout(&state, 4, shape), Err(Incompatible::EntryShape));
+    let part = ModelShape { heads_here: 2, ..shape };
+    assert_eq!(layer_first_layout(&state, |_| 4, part), Err(Incompatible::EntryShape));
 }

@@ -17,13 +17,14 @@ use sapwood::engine::remote::{DecodeCache, Restore};
 use sapwood::pd::grant::{Committed, GrantPool};
 use sapwood::pd::layout::Layout;
 use sapwood::pd::receiver::{Action, Event, Receiver, ReceiverConfig, RecvSpec};
+use sapwood::pd::staging::StagingRing;
 use sapwood::pd::topo::Rank as RankName;
 use sapwood::pd::{Incarnation, RoomKey, Tag};
 use sapwood::pool::PoolKind;
 
 use super::shared::{
-    Clock, PAGE_TOKENS, Rank, commands, equals, incarnation, page_hashes, prompt, room, say, tokens_of,
-    topology,
+    Clock, PAGE_TOKENS, Rank, STAGE_BYTES, commands, equals, incarnation, page_hashes, prompt, room, say,
+    tokens_of, topology,
 };
 use super::{Args, DemoError, Kind};
 
@@ -35,6 +36,7 @@ struct Decode {
     receiver: Receiver,
     control: Control,
     target: Box<dyn Target>,
+    memory: Memory,
     device: SoftDevice,
     pool: DecodeCache,
     layout: Layout,
@@ -49,12 +51,13 @@ struct Decode {
     restored: u64,
 }
 
-fn target(args: &Args, inc: Incarnation, device: &SoftDevice) -> Result<Box<dyn Target>, DemoError> {
-    let memory = Memory::of(device.memory());
+fn target(args: &Args, inc: Incarnation, rank: &Rank) -> Result<Box<dyn Target>, DemoError> {
+    let memory = rank.memory.clone();
     Ok(match args.transport {
         Kind::Tcp => Box::new(TcpTarget::new(inc, IpAddr::V4(Ipv4Addr::LOCALHOST), memory)?),
         Kind::Shm => {
-            let regions = device.memory().regions().map(|(_, r)| r.clone()).collect();
+            let regions = rank.device.memory().regions().map(|(_, r)| r.clone());
+            let regions = regions.chain(rank.stage.clone()).collect();
             Box::new(ShmTarget::over(inc, regions)?)
         }
         #[cfg(feature = "nixl")]
@@ -67,13 +70,20 @@ fn target(args: &Args, inc: Incarnation, device: &SoftDevice) -> Result<Box<dyn 
 pub(super) fn run(args: &Args) -> Result<(), DemoError> {
     let inc = incarnation();
     let sharing = if args.transport == Kind::Shm { Sharing::Shared } else { Sharing::Private };
-    let Rank { device, cache, layout } = Rank::new(args, sharing)?;
-    let target = target(args, inc, &device)?;
+    let rank = Rank::new(args, 1, sharing)?;
+    let target = target(args, inc, &rank)?;
+    let Rank { device, cache, layout, memory, .. } = rank;
     let control = Control::new(IpAddr::V4(Ipv4Addr::LOCALHOST))?;
     say(&format!("up {}", control.address()));
-    let config =
-        ReceiverConfig { revoke: target.caps().revoke, hold_us: HOLD_US, ..ReceiverConfig::default() };
-    let (topo, blob) = (topology(args), target.descriptor());
+    let staging = args.staging.then_some(StagingRing {
+        region: layout.regions.len() as u32,
+        base: 0,
+        bytes: STAGE_BYTES,
+        chunks_max: 64,
+    });
+    let revoke = target.caps().revoke;
+    let config = ReceiverConfig { revoke, hold_us: HOLD_US, staging, ..ReceiverConfig::default() };
+    let (topo, blob) = (topology(args, 1), target.descriptor());
     let receiver = Receiver::new(inc, config, inc.0, topo, RankName::default(), layout.clone(), blob)?;
     let buffer = vec![0; cache.geometry().page_bytes(PoolKind::Full) as usize];
     let mut d = Decode {
@@ -81,6 +91,7 @@ pub(super) fn run(args: &Args) -> Result<(), DemoError> {
         receiver,
         control,
         target,
+        memory,
         device,
         pool: DecodeCache::new(cache),
         layout,
@@ -139,7 +150,7 @@ impl Decode {
         let broken = self.pool.cache().sanity().len();
         say(&format!(
             "stats acked={} revoked={} fenced={} dead={} other={} quarantined={} quarantine_pages={} mismatches={} \
-             leaked={} broken={broken} reused={} restored={}",
+             leaked={} broken={broken} reused={} restored={} scattered={}",
             s.released_acked,
             s.released_revoked,
             s.released_fenced,
@@ -153,16 +164,17 @@ impl Decode {
                 .unsigned_abs(),
             self.reused,
             self.restored,
+            s.chunks_scattered,
         ));
     }
 
     fn open(&mut self, words: &[String]) {
         let Some((key, tokens)) = room(words) else { return };
-        let address = words.get(4).and_then(|w| w.parse::<SocketAddr>().ok());
-        let abort = words.get(5).and_then(|w| w.parse::<i64>().ok()).unwrap_or(-1);
-        let Some(address) = address else { return };
+        let abort = words.get(4).and_then(|w| w.parse::<i64>().ok()).unwrap_or(-1);
+        let addresses: Vec<SocketAddr> = words.iter().skip(5).filter_map(|w| w.parse().ok()).collect();
+        let contacts = addresses.into_iter().map(|a| self.control.peer(a)).collect();
         let now = self.clock.now();
-        let spec = RecvSpec { prompt: prompt(key, tokens), contacts: vec![self.control.peer(address)] };
+        let spec = RecvSpec { prompt: prompt(key, tokens), contacts };
         if let Err(why) = self.receiver.open(now, key, spec) {
             say(&format!("done {} {} fail {why:?}", key.room, key.epoch));
             return;
@@ -218,7 +230,8 @@ impl Decode {
                     self.receiver.handle_restored(now, key);
                 }
                 Restore::Failed { from } => {
-                    let gap = self.pool.reserve_gap(key, from).ok();
+                    let want = self.receiver.want_topup(key, from);
+                    let gap = want.and_then(|w| self.pool.reserve_gap(key, &w).ok());
                     if self.receiver.handle_restore_failed(now, key, from, gap).is_err() {
                         // Over already, or it cannot be topped up; then it fails, and pages come back with it.
                         let _ = self.receiver.abort(now, key);
@@ -259,8 +272,13 @@ impl Decode {
                         eprintln!("pd-demo: {e}");
                     }
                 }
-                // No ring was published, so nothing lies in one.
-                Action::Scatter { .. } => {}
+                Action::Scatter { id, copies } => {
+                    // The ranges are those of this layout: this cannot fail.
+                    if let Err(e) = self.memory.copy_within(&copies) {
+                        eprintln!("pd-demo: {e}");
+                    }
+                    self.receiver.handle_scattered(now, id);
+                }
                 Action::Revoke { tag } => self.revoke(tag),
                 Action::Forget { tag } => self.target.forget(tag),
                 Action::Fence { peer, inc, attach } => {

@@ -17,7 +17,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, Ipv4Addr};
 use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::ValueEnum;
 use sapwood::backend::transport::rendezvous::{Client, Rendezvous, Server};
@@ -51,7 +51,7 @@ pub(crate) enum Role {
 /// Move KV pages between prefill and decode processes on this host.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Prefill processes.
+    /// Prefill instances.
     #[arg(long, default_value_t = 2)]
     prefill: usize,
     /// Decode processes.
@@ -69,6 +69,10 @@ pub(crate) struct Args {
     /// How bytes move.
     #[arg(long, value_enum, default_value = "tcp")]
     pub(crate) transport: Kind,
+    /// Two processes per prefill instance, each with half of the heads, while decode processes hold all. Their slices
+    /// go as blocks through a ring on the decode side.
+    #[arg(long)]
+    pub(crate) staging: bool,
     /// Layers of the model.
     #[arg(long, default_value_t = 8)]
     pub(crate) layers: u32,
@@ -88,6 +92,12 @@ pub(crate) struct Args {
     /// Rendezvous of this prefill process.
     #[arg(long, hide = true)]
     pub(crate) rendezvous: Option<std::net::SocketAddr>,
+    /// Its instance: when that was started, in microseconds.
+    #[arg(long, hide = true, default_value_t = 0)]
+    pub(crate) instance: u64,
+    /// Its rank there.
+    #[arg(long, hide = true, default_value_t = 0)]
+    pub(crate) rank: u32,
 }
 
 pub(crate) fn main(args: &Args) -> ExitCode {
@@ -123,6 +133,8 @@ pub(crate) enum DemoError {
     Build(#[from] sapwood::engine::BuildError),
     #[error("{0}")]
     Device(#[from] sapwood::backend::device::DeviceError),
+    #[error("{0}")]
+    Region(#[from] sapwood::backend::region::RegionError),
     #[error("{0}")]
     Geometry(#[from] sapwood::pool::GeometryError),
     #[cfg(feature = "nixl")]
@@ -172,8 +184,11 @@ fn route(args: &Args) -> Result<bool, DemoError> {
     for _ in 0..args.prefill {
         r.servers.push(Server::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0)?);
     }
-    for i in 0..args.prefill + args.decode {
-        r.start(i)?;
+    for i in 0..args.prefill {
+        r.start_instance(i)?;
+    }
+    for i in r.prefill_processes()..r.prefill_processes() + args.decode {
+        r.start(i, 0)?;
     }
     let mut table = Table::default();
     let start = Instant::now();
@@ -192,9 +207,35 @@ impl Router<'_> {
         z ^ (z >> 31)
     }
 
-    /// Starts process `i` (prefill first, then decode) and waits until it says where it is.
-    fn start(&mut self, i: usize) -> Result<(), DemoError> {
-        let prefill = i < self.args.prefill;
+    fn ranks(&self) -> usize {
+        shared::prefill_ranks(self.args) as usize
+    }
+
+    /// They come first, those of an instance together, then decode.
+    fn prefill_processes(&self) -> usize {
+        self.args.prefill * self.ranks()
+    }
+
+    /// Starts the processes of a prefill instance, and asks its rendezvous for them, as a decode instance would.
+    fn start_instance(&mut self, instance: usize) -> Result<(), DemoError> {
+        let ranks = self.ranks();
+        let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros() as u64;
+        for i in instance * ranks..(instance + 1) * ranks {
+            self.start(i, started)?;
+        }
+        let mut client = Client::new(self.servers[instance].address());
+        for (tp, i) in (0u32..).zip(instance * ranks..(instance + 1) * ranks) {
+            let end = client.endpoint(Rank { tp, ..Rank::default() })?;
+            if let Some(p) = self.processes.get_mut(&i) {
+                p.address = end.address;
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts process `i` and waits until it says where it is.
+    fn start(&mut self, i: usize, instance: u64) -> Result<(), DemoError> {
+        let (prefill, ranks) = (i < self.prefill_processes(), self.ranks());
         let mut c = Command::new(std::env::current_exe()?);
         c.arg("pd-demo").args(["--role", if prefill { "prefill" } else { "decode" }]);
         c.args(["--transport", self.args.transport.name()]);
@@ -203,8 +244,12 @@ impl Router<'_> {
             c.env("UCX_MODULES", "^ib");
         }
         c.args(["--layers", &self.args.layers.to_string(), "--pages", &self.args.pages.to_string()]);
-        if let Some(s) = self.servers.get(i) {
+        if self.args.staging {
+            c.arg("--staging");
+        }
+        if let Some(s) = self.servers.get(i / ranks).filter(|_| prefill) {
             c.args(["--rendezvous", &s.address().to_string()]);
+            c.args(["--instance", &instance.to_string(), "--rank", &(i % ranks).to_string()]);
         }
         let mut child = c.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let (Some(stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
@@ -247,14 +292,6 @@ impl Router<'_> {
         for line in later {
             let _ = self.lines_in.send(line);
         }
-        if prefill {
-            // As a decode instance would: ask the rendezvous, not the process.
-            let mut client = Client::new(self.servers[i].address());
-            let end = client.endpoint(Rank::default())?;
-            if let Some(p) = self.processes.get_mut(&i) {
-                p.address = end.address;
-            }
-        }
         Ok(())
     }
 
@@ -266,19 +303,22 @@ impl Router<'_> {
     }
 
     fn rooms(&mut self, table: &mut Table) -> Result<(), DemoError> {
-        let (np, nd) = (self.args.prefill, self.args.decode);
+        let (np, nd, ranks) = (self.prefill_processes(), self.args.decode, self.ranks());
         let (mut opened, mut open) = (0u64, 0usize);
         let mut killed = false;
         let mut heard = Instant::now();
         while opened < self.args.rooms || open > 0 {
             while opened < self.args.rooms && open < self.args.window {
-                let (p, d) = (self.next() as usize % np, np + self.next() as usize % nd);
+                let (p, d) = (self.next() as usize % self.args.prefill, np + self.next() as usize % nd);
                 let tokens = 16 * (1 + self.next() % 32) - self.next() % 16;
                 let abort =
                     if self.next() % 100 < self.args.abort_rate { (self.next() % 20_000) as i64 } else { -1 };
-                let address = self.processes[&p].address.clone();
-                self.tell(p, &format!("room {opened} 1 {tokens}"));
-                self.tell(d, &format!("room {opened} 1 {tokens} {address} {abort}"));
+                let mut room = format!("room {opened} 1 {tokens} {abort}");
+                for i in p * ranks..(p + 1) * ranks {
+                    self.tell(i, &format!("room {opened} 1 {tokens}"));
+                    room = format!("{room} {}", self.processes[&i].address);
+                }
+                self.tell(d, &room);
                 (opened, open) = (opened + 1, open + 1);
             }
             if self.args.kill && !killed && opened > self.args.rooms / 3 {
@@ -307,20 +347,24 @@ impl Router<'_> {
         Ok(())
     }
 
-    fn kill(&mut self, i: usize) -> Result<(), DemoError> {
-        let Some(mut p) = self.processes.remove(&i) else { return Ok(()) };
-        p.child.kill()?;
-        p.child.wait()?;
-        eprintln!("pd-demo: prefill process {i} killed");
-        if self.args.transport == Kind::Shm {
-            // The parent has waited for it, so it is gone, and with it every copy it was making. Over TCP and
-            // NIXL bytes may still be under way; a fence helps with the first, nothing with the second.
-            for d in self.args.prefill..self.args.prefill + self.args.decode {
-                self.tell(d, &format!("exited {}", p.address));
+    /// All ranks of an instance, as one that loses a rank is of no use.
+    fn kill(&mut self, instance: usize) -> Result<(), DemoError> {
+        let (np, ranks) = (self.prefill_processes(), self.ranks());
+        for i in instance * ranks..(instance + 1) * ranks {
+            let Some(mut p) = self.processes.remove(&i) else { continue };
+            p.child.kill()?;
+            p.child.wait()?;
+            eprintln!("pd-demo: prefill process {i} killed");
+            if self.args.transport == Kind::Shm {
+                // The parent has waited for it, so it is gone, and with it every copy it was making. Over TCP and
+                // NIXL bytes may still be under way; a fence helps with the first, nothing with the second.
+                for d in np..np + self.args.decode {
+                    self.tell(d, &format!("exited {}", p.address));
+                }
             }
         }
-        self.start(i)?;
-        eprintln!("pd-demo: prefill process {i} started again");
+        self.start_instance(instance)?;
+        eprintln!("pd-demo: prefill instance {instance} started again");
         Ok(())
     }
 
@@ -360,7 +404,7 @@ fn print(args: &Args, t: &Table, seconds: f64) -> bool {
     println!(
         "rooms          {:>10}   over {kind}, {} prefill and {} decode processes",
         t.arrived + failed,
-        args.prefill,
+        args.prefill * shared::prefill_ranks(args) as usize,
         args.decode
     );
     println!("arrived        {:>10}", t.arrived);
@@ -383,12 +427,17 @@ fn print(args: &Args, t: &Table, seconds: f64) -> bool {
         sum("prefill_hits"),
         sum("computed")
     );
+    if args.staging {
+        println!("blocks         {:>10}   packed, {} scattered", sum("packed"), sum("scattered"));
+    }
     println!("mismatches     {:>10}", sum("mismatches"));
     println!("leaked pages   {:>10}", sum("leaked"));
     if sum("broken") > 0 {
         println!("broken rules   {:>10}", sum("broken"));
     }
-    let good = sum("mismatches") + sum("leaked") + sum("broken") == 0 && t.arrived + failed == args.rooms;
+    let good = sum("mismatches") + sum("leaked") + sum("broken") == 0
+        && t.arrived + failed == args.rooms
+        && (!args.staging || sum("scattered") > 0);
     println!("{}", if good { "ok" } else { "NOT OK" });
     good
 }

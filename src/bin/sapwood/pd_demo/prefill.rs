@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::mpsc::TryRecvError;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use sapwood::backend::device::SoftDevice;
 use sapwood::backend::region::Sharing;
@@ -16,6 +16,7 @@ use sapwood::base::{Fence, NamespaceId, Tier};
 use sapwood::engine::{CacheError, PrefixCache, Request};
 use sapwood::pd::bootstrap::{Face, Registration};
 use sapwood::pd::sender::{Action, Event, Outcome, SendSpec, Sender, SenderConfig, Tail};
+use sapwood::pd::staging::StagingBuffers;
 use sapwood::pd::topo::Rank as RankName;
 use sapwood::pd::wire::VERSION;
 use sapwood::pd::{Incarnation, RoomKey};
@@ -23,8 +24,8 @@ use sapwood::pool::PoolKind;
 use sapwood::tiers::{Alloc, LoadState};
 
 use super::shared::{
-    Clock, PAGE_TOKENS, Rank, commands, fill, incarnation, page_hashes, prompt, room, say, tokens_of,
-    topology,
+    Clock, PAGE_TOKENS, Rank, STAGE_BYTES, STAGE_PAGES, commands, fill, incarnation, page_hashes,
+    prefill_ranks, prompt, room, say, tokens_of, topology,
 };
 use super::{Args, DemoError, Kind};
 
@@ -43,6 +44,9 @@ struct Prefill {
     sender: Sender,
     control: Control,
     writer: Box<dyn Writer>,
+    memory: Memory,
+    /// Which rank of how many.
+    part: (u32, u32),
     device: SoftDevice,
     cache: PrefixCache,
     running: BTreeMap<RoomKey, Running>,
@@ -65,15 +69,16 @@ fn writer(args: &Args, inc: Incarnation, memory: Memory) -> Result<Box<dyn Write
 }
 
 pub(super) fn run(args: &Args) -> Result<(), DemoError> {
-    let (inc, topo) = (incarnation(), topology(args));
-    let Rank { device, cache, layout } = Rank::new(args, Sharing::Private)?;
-    let writer = writer(args, inc, Memory::of(device.memory()))?;
+    let ranks = prefill_ranks(args);
+    let (inc, topo, rank) =
+        (incarnation(), topology(args, ranks), RankName { tp: args.rank, ..RankName::default() });
+    let Rank { device, cache, layout, memory, .. } = Rank::new(args, ranks, Sharing::Private)?;
+    let writer = writer(args, inc, memory.clone())?;
     let control = Control::new(IpAddr::V4(Ipv4Addr::LOCALHOST))?;
     if let Some(at) = args.rendezvous {
-        let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros() as u64;
         Client::new(at).register(&Registration {
-            instance: inc.0,
-            started_us: started,
+            instance: args.instance,
+            started_us: args.instance,
             face: Face {
                 topo: topo.clone(),
                 model: layout.model,
@@ -81,19 +86,31 @@ pub(super) fn run(args: &Args) -> Result<(), DemoError> {
                 window_tokens: 0,
                 versions: (VERSION, VERSION),
             },
-            rank: RankName::default(),
+            rank,
             incarnation: inc,
             address: control.address().to_string(),
         })?;
     }
     say(&format!("up {}", control.address()));
-    let sender = Sender::new(inc, SenderConfig::default(), topo, RankName::default(), layout)?;
+    let staging = args.staging.then_some(StagingBuffers {
+        region: layout.regions.len() as u32,
+        base: 0,
+        buffer_bytes: STAGE_BYTES / 8,
+        buffers: 8,
+        copies_min: 2,
+    });
+    let plain = SenderConfig::default();
+    let pages_max = if args.staging { STAGE_PAGES } else { plain.chunk_pages_max };
+    let config = SenderConfig { staging, chunk_pages_max: pages_max, ..plain };
+    let sender = Sender::new(inc, config, topo, rank, layout)?;
     let buffer = vec![0; cache.geometry().page_bytes(PoolKind::Full) as usize];
     let mut p = Prefill {
         clock: Clock::new(),
         sender,
         control,
         writer,
+        memory,
+        part: (args.rank, ranks),
         device,
         cache,
         running: BTreeMap::new(),
@@ -139,7 +156,11 @@ impl Prefill {
         let leaked = (i64::from(c.request_pages + c.in_flight_pages) + c.leaked_pages).unsigned_abs();
         let broken = self.cache.sanity().len();
         let (pages, hits) = (self.pages, self.hits);
-        say(&format!("stats leaked={leaked} broken={broken} computed={} prefill_hits={hits}", pages - hits));
+        let packed = self.sender.stats().chunks_packed;
+        say(&format!(
+            "stats leaked={leaked} broken={broken} computed={} prefill_hits={hits} packed={packed}",
+            pages - hits
+        ));
     }
 
     fn open_waiting(&mut self) -> Result<(), CacheError> {
@@ -179,7 +200,7 @@ impl Prefill {
         let filled = fresh
             .iter()
             .zip(&hashes[cached..])
-            .all(|(&page, &hash)| fill(&self.device, page, hash, &mut self.buffer));
+            .all(|(&page, &hash)| fill(&self.device, page, hash, self.part, &mut self.buffer));
         self.device.compute_end(last_use);
         self.cache.checkpoint(&mut request, &tokens, last_use)?;
         self.pages += hashes.len() as u64;
@@ -248,8 +269,10 @@ impl Prefill {
                         eprintln!("pd-demo: cannot attach {peer:?}: {e}");
                     }
                 }
-                // Both sides have the same heads: there is nothing to pack, and no staging was asked for.
-                Action::Gather { job, .. } => self.sender.handle_gathered(now, job, false),
+                Action::Gather { job, copies } => {
+                    let copied = self.memory.copy_within(&copies).is_ok();
+                    self.sender.handle_gathered(now, job, copied);
+                }
                 Action::Write { xfer, peer, attach, tag, copies } => {
                     if self.writer.submit(xfer, peer, attach, tag, &copies).is_err() {
                         self.sender.handle_done(now, xfer, Outcome::FailedQuiet);

@@ -7,7 +7,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
 use sapwood::backend::device::{Mode, SoftDevice, SoftOptions};
-use sapwood::backend::region::{Mapping, Sharing};
+use sapwood::backend::region::{Mapping, Region, Sharing};
+use sapwood::backend::transport::Memory;
 use sapwood::base::{PageId, Time};
 use sapwood::engine::PrefixCache;
 use sapwood::engine::remote::{ModelShape, layer_first_layout};
@@ -26,8 +27,19 @@ const HEAD_BYTES: u32 = 128;
 /// Conversations that rooms continue; each has a text of its own from the first token on.
 const CONVERSATIONS: u64 = 12;
 
-pub(super) fn topology(args: &Args) -> Topology {
-    Topology::single(args.layers)
+/// A staging ring on decode, and as much in buffers on prefill.
+pub(super) const STAGE_BYTES: u64 = 16 << 20;
+/// Pages of a block: half of the heads of 8 pages are a MiB with 8 layers.
+pub(super) const STAGE_PAGES: u32 = 8;
+
+/// Tensor-parallel ranks of a prefill instance. Decode ranks hold all heads.
+pub(super) fn prefill_ranks(args: &Args) -> u32 {
+    if args.staging { 2 } else { 1 }
+}
+
+/// The shape of the instances of a role.
+pub(super) fn topology(args: &Args, ranks: u32) -> Topology {
+    Topology { tp: ranks, ..Topology::single(args.layers) }
 }
 
 /// A rank: the device whose memory is written or read by others, the cache over it, and what is published.
@@ -35,27 +47,38 @@ pub(super) struct Rank {
     pub(super) device: SoftDevice,
     pub(super) cache: PrefixCache,
     pub(super) layout: Layout,
+    /// The device, and behind its regions one for staging.
+    pub(super) memory: Memory,
+    /// That one.
+    pub(super) stage: Option<Arc<Region>>,
 }
 
 impl Rank {
-    /// K and V of every layer, 16 KiB per page each; a host tier of the same size behind it.
-    pub(super) fn new(args: &Args, sharing: Sharing) -> Result<Rank, DemoError> {
-        let plane = Plane::target(args.layers, HEADS * HEAD_BYTES);
+    /// One of `ranks` ranks: K and V of every layer with its part of the heads, 32 KiB per page and layer altogether; a
+    /// host tier of the same size behind it.
+    pub(super) fn new(args: &Args, ranks: u32, sharing: Sharing) -> Result<Rank, DemoError> {
+        let heads = HEADS / ranks;
+        let plane = Plane::target(args.layers, heads * HEAD_BYTES);
         let geometry = Arc::new(Geometry::builder(PAGE_TOKENS).plane(plane).build()?);
-        let options = SoftOptions {
-            mapping: Mapping { sharing, ..Mapping::PRIVATE },
-            ..SoftOptions::new(Mode::Threaded)
-        };
+        let mapping = Mapping { sharing, ..Mapping::PRIVATE };
+        let options = SoftOptions { mapping, ..SoftOptions::new(Mode::Threaded) };
         let pages = Capacity::Pages(args.pages);
         let device = SoftDevice::new(geometry.clone(), Capacities::full(pages), options)?;
-        let shape = ModelShape { model: 1, heads_total: HEADS, heads_here: HEADS, first_layer: 0 };
-        let layout = layer_first_layout(&geometry, args.pages, shape)?;
+        let shape =
+            ModelShape { model: 1, heads_total: HEADS, heads_here: heads, first_layer: 0, window_tokens: 0 };
+        let layout = layer_first_layout(&geometry, |pool| device.memory().pages(pool), shape)?;
         let cache = PrefixCache::builder(geometry)
             .device(device.clone())
             .host_pages(pages)
             .write_policy(WritePolicy::WriteThrough { threshold: 1 })
             .build()?;
-        Ok(Rank { device, cache, layout })
+        let mut memory = Memory::of(device.memory());
+        let stage =
+            args.staging.then(|| Region::map(STAGE_BYTES as usize, mapping)).transpose()?.map(Arc::new);
+        if let Some(region) = &stage {
+            memory = memory.with(region.clone());
+        }
+        Ok(Rank { device, cache, layout, memory, stage })
     }
 }
 
@@ -98,10 +121,20 @@ fn word(hash: u64, index: u64) -> [u8; 8] {
     (hash ^ index.wrapping_mul(0x9E37_79B9_7F4A_7C15)).wrapping_mul(0xBF58_476D_1CE4_E5B9).to_le_bytes()
 }
 
-/// Writes a page as the model would. False if the memory refuses.
-pub(super) fn fill(device: &SoftDevice, page: PageId, hash: u64, buffer: &mut [u8]) -> bool {
+/// Writes the part of a page that one of `ranks` ranks holds, as the model would: of every row its own heads. False if
+/// the memory refuses.
+pub(super) fn fill(
+    device: &SoftDevice,
+    page: PageId,
+    hash: u64,
+    (rank, ranks): (u32, u32),
+    buffer: &mut [u8],
+) -> bool {
+    let row_words = u64::from(HEADS * HEAD_BYTES / 8);
+    let part_words = row_words / u64::from(ranks);
     for (i, w) in (0u64..).zip(buffer.chunks_exact_mut(8)) {
-        w.copy_from_slice(&word(hash, i));
+        let (row, within) = (i / part_words, i % part_words);
+        w.copy_from_slice(&word(hash, row * row_words + u64::from(rank) * part_words + within));
     }
     device.memory().write(PlaneId(0), page, 0, buffer).is_ok()
 }
