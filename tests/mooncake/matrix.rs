@@ -17,7 +17,7 @@ use sapwood::tiers::registration::{Cause, Stage, Vote};
 use sapwood::tiers::{RegistrationPolicy, RegistrationState};
 
 use crate::engine::{Engine, Found, builder, geometry, prompt};
-use crate::kit::{Left, alone, assert_left, mapped_by};
+use crate::kit::{Left, alone, assert_left, mapped_by, until};
 use crate::refusing::Refusing;
 use crate::service::Service;
 
@@ -143,6 +143,51 @@ fn r3_every_pool_with_its_draft_on_the_real_client() {
     drop(after);
     assert_left(NOTHING);
     assert_eq!(mapped_by(service.client_pid()), 0);
+}
+
+/// The real client dies while an engine stores: requests go on with what device and host have, no page of any pool is lost, and
+/// once it is back what is computed then is stored again.
+#[test]
+fn an_engine_outlives_its_real_client() {
+    use crate::pools::{self, Shape, Sizes};
+    use sapwood::backend::store::Health;
+    let _alone = alone();
+    let Some(mut service) = Service::start("64 MB") else { return };
+    let shape = Shape::ALL.with_draft();
+    let store = mooncake(&service);
+    let mut engine = pools::Engine::new(shape, Sizes::TIGHT, Some(Arc::clone(&store)));
+    for n in 1..6 {
+        // Not settled: writes are under way when it dies.
+        engine.run(&pools::prompt(n, 6));
+    }
+    service.kill_client();
+    for n in 1..12 {
+        engine.run(&pools::prompt(n, 6));
+    }
+    engine.settle();
+    assert!(engine.cache.store_report().planes.iter().any(|p| p.not_put_pages > 0), "nobody noticed");
+    assert!(service.start_client());
+    until("the store is back", Duration::from_secs(10), || store.health() == Health::Up);
+    // The master places objects with the dead client until it notices.
+    let mut last = 20;
+    until("it stores again", Duration::from_secs(10), || {
+        let failed = |e: &pools::Engine| -> u64 {
+            e.cache.store_report().planes.iter().map(|p| p.not_put_pages).sum()
+        };
+        let before = failed(&engine);
+        last += 1;
+        engine.run(&pools::prompt(last, 9));
+        engine.settle();
+        failed(&engine) == before
+    });
+    drop(engine);
+    drop(store);
+    let mut after = pools::Engine::new(shape, Sizes::AMPLE, Some(mooncake(&service)));
+    let found = after.run(&pools::prompt(last, 9));
+    assert_eq!((found.pages, found.missing.as_slice()), (6, [].as_slice()));
+    after.settle();
+    drop(after);
+    assert_left(NOTHING);
 }
 
 /// The same with small pages in groups: pages of target and draft keep their names, and nothing is left behind.
