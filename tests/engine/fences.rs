@@ -70,7 +70,9 @@ fn backups_leave_at_the_tick_or_when_their_room_is_asked_for() {
         .device(device.clone())
         .host_pages(Capacity::Pages(8))
         .write_policy(WritePolicy::WriteThrough { threshold: 1 })
-        .waker(Arc::new(move || drop(ring.try_send(()))))
+        .waker(Arc::new(move || {
+            let _ = ring.try_send(());
+        }))
         .build()
         .unwrap();
     let publish = |cache: &mut PrefixCache, prompt: [u32; 2]| {
