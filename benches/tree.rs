@@ -4,7 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "a bench that cannot go on should stop")]
 
 use std::hint::black_box;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use criterion::measurement::{Measurement, ValueFormatter};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -363,9 +363,52 @@ fn w5(c: &mut Bench) {
     group.finish();
 }
 
+/// What the slowest of a hundred look-ups costs, by the wall clock (reading the other one costs as much as a look-up): of
+/// the same 64 sessions over and over, and of any session after the caches have seen something else.
+fn p99(c: &mut Bench) {
+    let mut group = c.benchmark_group("w5-p99");
+    group.sample_size(10).measurement_time(Duration::from_secs(1)).warm_up_time(Duration::from_millis(300));
+    // More than the last cache holds.
+    let mut other = vec![1u64; 64 << 17];
+    for steps in [10_000u64, 1_000_000] {
+        let capacity = steps as usize * 32 + (1 << 16);
+        let mut cache = Cache::new(16, true, Policy::Lru, capacity);
+        let sessions = steps / 10;
+        for session in 0..sessions {
+            let row = tokens((5 << 56) + session, 320);
+            (1..=10).for_each(|d| cache.turn(&row[..d * 32]));
+        }
+        let picked: Vec<Vec<u32>> =
+            (0..4_000).map(|i| tokens((5 << 56) + mix(steps + i) % sessions, 320)).collect();
+        for (name, keys, cold) in [("warm", 64, false), ("cold", picked.len(), true)] {
+            let mut i = 0;
+            group.bench_function(BenchmarkId::new(name, steps), |b| {
+                b.iter_custom(|iters| {
+                    let calls = if cold { 200 } else { 20_000 };
+                    let mut took: Vec<Duration> = (0..calls)
+                        .map(|_| {
+                            i = (i + 1) % keys;
+                            if cold {
+                                other.iter_mut().step_by(8).for_each(|word| *word = word.wrapping_add(1));
+                            }
+                            let start = Instant::now();
+                            assert_eq!(cache.find(&picked[i]), 20);
+                            start.elapsed()
+                        })
+                        .collect();
+                    took.sort_unstable();
+                    took[calls * 99 / 100] * iters as u32
+                });
+            });
+        }
+        cache.check();
+    }
+    group.finish();
+}
+
 criterion_group! {
     name = benches;
     config = Criterion::default().with_measurement(CpuTime);
-    targets = w1, w2, w4, evict, w5
+    targets = w1, w2, w4, evict, w5, p99
 }
 criterion_main!(benches);

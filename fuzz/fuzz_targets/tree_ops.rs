@@ -55,6 +55,8 @@ enum Call {
     EvictComponent(bool, bool, Int<0, 5>),
     AdoptHost(Key, bool, Int<1, 3>),
     ReleaseWindow(u8),
+    Refer(u8, Key),
+    CloseSession(u8),
 }
 
 #[derive(Arbitrary, Debug)]
@@ -98,6 +100,8 @@ fn step(call: Call) -> Step {
         Call::EvictComponent(state, host, n) => Step::EvictComponent(state, host, n.0),
         Call::AdoptHost(key, state, n) => Step::AdoptHost(row(key), state, n.0),
         Call::ReleaseWindow(i) => Step::ReleaseWindow(usize::from(i)),
+        Call::Refer(i, key) => Step::Refer(usize::from(i), row(key)),
+        Call::CloseSession(i) => Step::CloseSession(usize::from(i)),
     }
 }
 

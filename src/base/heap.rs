@@ -33,6 +33,17 @@ impl IndexHeap {
         self.entries.first().map(|e| e.1)
     }
 
+    /// The item with the second smallest key.
+    #[must_use]
+    pub fn second(&self) -> Option<u32> {
+        self.entries.iter().skip(1).take(4).min_by_key(|e| e.0).map(|e| e.1)
+    }
+
+    /// Up to four items that are likely to reach the top soon.
+    pub fn near_top(&self) -> impl Iterator<Item = u32> + '_ {
+        self.entries.iter().skip(1).take(4).map(|e| e.1)
+    }
+
     /// The key of an item.
     #[must_use]
     pub fn key(&self, item: u32) -> Option<HeapKey> {
@@ -67,41 +78,49 @@ impl IndexHeap {
         self.at[item as usize] = ABSENT;
         self.entries.swap_remove(at);
         if at < self.entries.len() {
-            self.at[self.entries[at].1 as usize] = at as u32;
-            self.up(at);
-            self.down(at);
+            // Whatever came from the end goes up or down, not both.
+            if at > 0 && self.entries[at].0 < self.entries[(at - 1) / 4].0 {
+                self.up(at)
+            } else {
+                self.down(at)
+            }
         }
         true
     }
 
-    fn swap(&mut self, a: usize, b: usize) {
-        self.entries.swap(a, b);
-        self.at[self.entries[a].1 as usize] = a as u32;
-        self.at[self.entries[b].1 as usize] = b as u32;
+    /// Puts an entry into a hole.
+    #[inline]
+    fn fill(&mut self, hole: usize, entry: (HeapKey, u32)) {
+        self.at[entry.1 as usize] = hole as u32;
+        self.entries[hole] = entry;
     }
 
     fn up(&mut self, mut at: usize) {
+        let entry = self.entries[at];
         while at > 0 {
             let parent = (at - 1) / 4;
-            if self.entries[parent].0 <= self.entries[at].0 {
+            if self.entries[parent].0 <= entry.0 {
                 break;
             }
-            self.swap(at, parent);
+            self.fill(at, self.entries[parent]);
             at = parent;
         }
+        self.fill(at, entry);
     }
 
     fn down(&mut self, mut at: usize) {
+        let entry = self.entries[at];
         loop {
             let first = 4 * at + 1;
             let end = (first + 4).min(self.entries.len());
             let Some(least) = (first..end).min_by_key(|&i| self.entries[i].0) else { break };
-            if self.entries[at].0 <= self.entries[least].0 {
+            if entry.0 <= self.entries[least].0 {
                 break;
             }
-            self.swap(at, least);
+            self.fill(at, self.entries[least]);
             at = least;
         }
+        self.fill(at, entry);
     }
 }
 
@@ -134,6 +153,8 @@ mod tests {
                 set.insert((key, item));
             }
             assert_eq!(heap.peek(), set.first().map(|e| e.1));
+            assert_eq!(heap.second(), set.iter().nth(1).map(|e| e.1));
+            assert_eq!(heap.near_top().count(), heap.len().saturating_sub(1).min(4));
             assert_eq!(heap.key(item), keys[item as usize]);
             assert_eq!(heap.len(), set.len());
         }

@@ -8,6 +8,7 @@ pub mod ids;
 pub mod invariant;
 pub mod limits;
 pub mod plant;
+pub mod prefetch;
 pub mod slab;
 pub mod tag_table;
 pub mod time;

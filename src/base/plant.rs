@@ -14,10 +14,45 @@ pub enum Plant {
     SkipComponentOnDrop,
     /// The end of a backup reaches the node it was started for, and not what a split made of it.
     ForgetSplit,
+    /// A split gives the new upper part of a locked node no lock.
+    SplitDropsLock,
+    /// A split gives the new upper part of a pinned host copy no pin.
+    SplitDropsPin,
+    /// An insert keeps quiet about a page that the tree had already.
+    KeepDuplicate,
+    /// A look-up leaves the end of its path as old as it was.
+    StaleTouch,
+    /// A host copy is reclaimed though one below it needs it.
+    ReclaimUnderChild,
+    /// A match is content with one page less of a window than it needs.
+    ShortWindow,
+    /// A window is evicted alone, and the state at its end stays.
+    WindowGoesAlone,
+    /// What a session will come back for stops being kept when its last page is evicted.
+    SessionDiesWithEnd,
+    /// An insert counts no hit on pages that were there.
+    ForgetHits,
+    /// A load that rests on a failed one is published.
+    LoadOnNothing,
 }
 
 impl Plant {
-    /// All of them.
+    /// Those of the tree, which its comparison with the model has to find.
+    pub const TREE: [Plant; 11] = [
+        Plant::ForgetSplit,
+        Plant::SplitDropsLock,
+        Plant::SplitDropsPin,
+        Plant::KeepDuplicate,
+        Plant::StaleTouch,
+        Plant::ReclaimUnderChild,
+        Plant::ShortWindow,
+        Plant::WindowGoesAlone,
+        Plant::SessionDiesWithEnd,
+        Plant::ForgetHits,
+        Plant::LoadOnNothing,
+    ];
+
+    /// Those that a simulation of the tiers has to find.
     pub const ALL: [Plant; 5] = [
         Plant::NoAnchorCheck,
         Plant::FreeOnSubmit,

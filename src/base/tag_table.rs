@@ -1,6 +1,8 @@
 //! A hash table from a 32-bit tag to `u32` items. It keeps no keys: the caller confirms each candidate, so equal
 //! tags cost a comparison and never a wrong answer. Eight bytes a slot, one cache miss a look-up.
 
+use super::prefetch::prefetch;
+
 #[derive(Clone, Copy, Debug)]
 struct Slot {
     tag: u32,
@@ -55,6 +57,12 @@ impl TagTable {
             }
             at = (at + 1) & self.mask();
         }
+    }
+
+    /// A call for an item under `tag` will follow soon.
+    #[inline]
+    pub fn prefetch(&self, tag: u32) {
+        prefetch(&self.slots[tag as usize & self.mask()]);
     }
 
     /// Adds an item. Amortised O(1).

@@ -151,10 +151,13 @@ impl Model {
         found.into_iter().map(|(.., page)| page).collect()
     }
 
-    /// Gives up one page of a component.
+    /// Gives up one page of a component; a window takes the state at its place along.
     pub fn evict_component(&mut self, c: usize, tier: usize, page: u32) {
-        for p in self.pages.values_mut().filter(|p| p.components[c][tier] == Some(page)) {
+        for (at, p) in self.pages.iter_mut().filter(|(_, p)| p.components[c][tier] == Some(page)) {
             p.components[c][tier] = None;
+            if c == 0 && !self.holds.contains(&(1, *at)) {
+                self.freed[1][tier].extend(p.components[1][tier].take());
+            }
         }
         self.freed[c][tier].push(page);
     }

@@ -677,7 +677,6 @@ impl Model {
             return false;
         }
         self.page(at).host = Slot::Empty;
-        self.drop_components(at, 1);
         true
     }
 }

@@ -258,10 +258,10 @@ impl Tree {
         BackupOutcome::Failed { returned }
     }
 
-    /// Gives up the host copy of a node: its pages are appended to `into`.
+    /// Gives up the host copy of a node: its pages are appended to `into`. Components stay on the host as long as the node
+    /// does.
     pub(super) fn drop_host(&mut self, at: u32, into: &mut Vec<PageId>) {
         forget_pages(self.arena.pages_mut(at, Tier::Host), into);
-        self.drop_components(at, Tier::Host);
         self.set_host(at, Residency::Absent);
     }
 

@@ -43,6 +43,9 @@ impl Tree {
             self.cut_tail(at, left);
             let node = &self.arena.nodes[at as usize];
             let (pages, newer) = (node.pages, node.order.newer);
+            self.prefetch_victim(newer);
+            self.arena
+                .prefetch_node(self.arena.nodes.get(newer as usize).map_or(NIL, |next| next.order.newer));
             // Descendants come first in the list, so a child that is still there was reported.
             let ready = node.host == Residency::Present || !self.reports(node, unbacked);
             if ready && node.kids_device == 0 {
@@ -60,6 +63,16 @@ impl Tree {
         left
     }
 
+    /// The node is next to be evicted: fetches what that reads besides the node, which has been fetched.
+    #[inline]
+    fn prefetch_victim(&self, at: u32) {
+        if let Some(node) = self.arena.nodes.get(at as usize) {
+            self.table.prefetch(node.tag);
+            self.arena.prefetch_run(node);
+            self.arena.prefetch_node(node.parent);
+        }
+    }
+
     fn evict_device_by_heap(&mut self, want_pages: u32, unbacked: Unbacked, out: &mut DeviceEviction) {
         let mut left = want_pages;
         // Reported nodes, and how many children of a node were reported: with all of them it is next in line.
@@ -72,6 +85,9 @@ impl Tree {
             let node = &self.arena.nodes[at as usize];
             let (parent, pages) = (node.parent, node.pages);
             left -= pages;
+            let heap = &self.orders.heaps[Listed::Device as usize];
+            self.prefetch_victim(heap.second().unwrap_or(NIL));
+            heap.near_top().for_each(|soon| self.arena.prefetch_node(soon));
             let ready = node.host == Residency::Present || !self.reports(node, unbacked);
             if ready && node.kids_device == 0 {
                 self.evict_one(at, out);
@@ -219,6 +235,11 @@ impl Tree {
         }
         self.evict_host(u32::MAX, out);
         self.reclaim_mirrors(u32::MAX, 0, out);
+        for at in 1..self.arena.nodes.len() as u32 {
+            if self.arena.is_live(at) {
+                self.drop_components(at, Tier::Host);
+            }
+        }
         Ok(())
     }
 
@@ -306,7 +327,7 @@ impl Tree {
 
     /// Frees up to `want_pages` host pages of nodes that are on the device too: the most recently used go first, since
     /// they will leave the device last, and only such as were used after tick `used_after` go at all. Under `BackedUpParent` only where no child holds or awaits a host copy; never where one is pinned or in
-    /// flight. The pages are appended to `out`. O(nodes freed).
+    /// flight. The pages are appended to `out`. Components stay on the host, in orders of their own. O(nodes freed).
     pub fn reclaim_mirrors(
         &mut self,
         want_pages: u32,

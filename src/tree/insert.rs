@@ -1,5 +1,6 @@
 //! Hand-over of device pages: what the tree lacks becomes its own, what it has goes back.
 
+use crate::base::plant::{Plant, is_planted};
 use crate::base::{PageId, Tier};
 use crate::key::{Key, PageNames};
 
@@ -128,8 +129,9 @@ impl Tree {
         let mut held = 0;
         for &at in path {
             let node = &self.arena.nodes[at as usize];
+            // Below a load that failed another one may still fly.
             if node.device == Residency::Absent {
-                break;
+                continue;
             }
             if node.device == Residency::Pending {
                 return Err(TreeError::LoadInFlight(self.arena.id(at)));
@@ -175,7 +177,9 @@ impl Tree {
             let (start, end) = (node.depth, node.end());
             if node.device == Residency::Present {
                 matched_pages += end - start;
-                out.returned.extend_from_slice(&pages[start.max(owned_from).min(end) as usize..end as usize]);
+                let skip = u32::from(is_planted(Plant::KeepDuplicate));
+                let from = start.max(owned_from).saturating_add(skip).min(end);
+                out.returned.extend_from_slice(&pages[from as usize..end as usize]);
             } else {
                 revived_pages += end - start;
                 self.revive(at, &pages[start as usize..end as usize]);
@@ -233,7 +237,7 @@ impl Tree {
         let counted = opts
             .count_hits_from
             .is_some_and(|from| node.depth >= from || node.hits == 0 && node.end() > from);
-        if counted && node.hits < self.hits_cap {
+        if counted && node.hits < self.hits_cap && !(is_planted(Plant::ForgetHits) && node.hits > 0) {
             node.hits += 1;
         }
         node.priority = node.priority.max(opts.priority);
@@ -256,7 +260,7 @@ impl Tree {
         let run = self.arena.add_run(tokens, (whole - from) as u32);
         if self.hashing {
             let mut hashes = std::mem::take(&mut self.hashed);
-            self.hash_below(parent, Key { tokens, ..key }, names, &mut hashes);
+            self.stats.hashed_pages += self.hash_below(parent, Key { tokens, ..key }, names, &mut hashes);
             self.arena.set_hashes(run, 0, &hashes);
             self.hashed = hashes;
         }

@@ -3,6 +3,7 @@
 //! The mirror image of `backup`: `Absent -> Pending(op) -> Present`, and the set of device copies is closed towards the
 //! root. An insert cannot overtake a load: whoever waits for the load has its pages in a page table.
 
+use crate::base::plant::{Plant, is_planted};
 use crate::base::{NodeId, OpId, PageId, Tier};
 
 use super::backup::Verdict;
@@ -252,6 +253,7 @@ impl Tree {
         match rests_on.device {
             Residency::Present => Verdict::Publish,
             Residency::Pending => Verdict::Wait(rests_on.op),
+            Residency::Absent if is_planted(Plant::LoadOnNothing) => Verdict::Publish,
             Residency::Absent => Verdict::Fail,
         }
     }

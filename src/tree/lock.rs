@@ -5,12 +5,13 @@
 //! split only has to give the prefix a 1. Host pins follow the same scheme.
 //!
 //! When a request lets go of a path, that is a use of it; when an operation does, it is none, and nodes return to the
-//! place in the order that their last use gave them. A use that ends below a node which stays held is noted there and
+//! place in the order that their last use gave them (or to the newest, if that is too far to look for in a long list). A use that ends below a node which stays held is noted there and
 //! carried up when that hold ends, so that an ancestor is never older than its descendants.
 
 use crate::base::NodeId;
 
 use super::node::{Node, ROOT, Residency};
+use super::order::{Entered, Stretch};
 use super::{BackupRule, DeviceLock, HostPin, Tree, TreeError};
 
 /// Who lets go of a lock or pin.
@@ -112,60 +113,59 @@ impl Tree {
     pub(super) fn lock_path(&mut self, anchor: u32) {
         let own = &mut self.arena.nodes[anchor as usize].own_locks;
         *own = own.saturating_add(1);
-        let mut at = anchor;
+        let (mut at, mut on_device_pages, mut stretch) = (anchor, 0, Stretch::EMPTY);
         loop {
-            let locks = self.arena.nodes[at as usize].locks;
-            if locks > 0 {
-                self.arena.nodes[at as usize].locks = locks.saturating_add(1);
-                return;
-            }
             let node = &mut self.arena.nodes[at as usize];
-            node.locks = 1;
-            let (parent, pages, on_device) = (node.parent, node.pages, node.device == Residency::Present);
-            self.orders.leave(&mut self.arena, at);
-            if at == ROOT {
-                return;
+            let before = node.locks;
+            node.locks = before.saturating_add(1);
+            if before > 0 {
+                break;
             }
-            if on_device {
-                self.stats.device_pages_evictable -= pages;
-                self.stats.device_pages_protected += pages;
+            let parent = node.parent;
+            if node.device == Residency::Present && at != ROOT {
+                on_device_pages += node.pages;
+            }
+            self.orders.leave_with(&mut self.arena, at, &mut stretch);
+            if at == ROOT {
+                break;
             }
             at = parent;
         }
+        self.orders.leave_together(&mut self.arena, stretch);
+        self.stats.device_pages_evictable -= on_device_pages;
+        self.stats.device_pages_protected += on_device_pages;
     }
 
     /// Takes one lock off the path to `anchor`. O(nodes that nobody locks any more).
     pub(super) fn unlock_path(&mut self, anchor: u32, by: Holder) {
         self.arena.nodes[anchor as usize].own_locks -= 1;
         let mut used = self.end_of_use(by);
-        let mut reached_device = false;
+        let (mut reached_device, mut on_device_pages, mut entered) = (false, 0, Entered::NONE);
         let mut at = anchor;
-        loop {
+        let held = loop {
             let node = &self.arena.nodes[at as usize];
-            if node.device == Residency::Present && !reached_device {
+            let (parent, pages, on_device) = (node.parent, node.pages, node.device == Residency::Present);
+            if on_device && !reached_device {
                 // The age of a host copy says nothing of the device copies above it.
                 (reached_device, used) = (true, self.end_of_use(by));
             }
             used = node.tick.max(used);
             self.orders.take_tick(&mut self.arena, at, used);
             let node = &mut self.arena.nodes[at as usize];
-            if node.locks > 1 {
-                node.locks -= 1;
-                return self.tell_use(at, used, by, |_| true);
+            node.locks -= 1;
+            if node.locks > 0 || at == ROOT {
+                break at;
             }
-            node.locks = 0;
-            if at == ROOT {
-                return;
-            }
-            let node = &self.arena.nodes[at as usize];
-            let (parent, pages, on_device) = (node.parent, node.pages, node.device == Residency::Present);
             if on_device {
-                self.stats.device_pages_evictable += pages;
-                self.stats.device_pages_protected -= pages;
+                on_device_pages += pages;
             }
-            self.orders.unlocked(&mut self.arena, at);
+            self.orders.unlocked(&mut self.arena, at, &mut entered);
             at = parent;
-        }
+        };
+        self.orders.entered(entered);
+        self.stats.device_pages_evictable += on_device_pages;
+        self.stats.device_pages_protected -= on_device_pages;
+        self.tell_use(held, used, by, |_| true);
     }
 
     fn end_of_use(&self, by: Holder) -> u64 {

@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 
+use crate::base::prefetch::prefetch;
 use crate::base::{NamespaceId, NodeId, PageId, Tier};
 use crate::key::PageHash;
 
@@ -361,6 +362,34 @@ impl Arena {
     #[cfg(test)]
     pub(super) fn run_tokens_mut(&mut self, run: u32) -> &mut [u32] {
         self.token_rows.slice_mut(self.runs[run as usize].tokens)
+    }
+
+    /// The node will be read soon.
+    #[inline]
+    pub(super) fn prefetch_node(&self, at: u32) {
+        if let Some(node) = self.nodes.get(at as usize) {
+            prefetch(node);
+        }
+    }
+
+    /// A look-up will find this node: its pages are fetched while its tokens are compared, and its neighbours in the
+    /// order of eviction, which a touch or a lock changes.
+    #[inline]
+    pub(super) fn prefetch_match(&self, at: u32) {
+        let node = &self.nodes[at as usize];
+        self.prefetch_node(node.order.older);
+        self.prefetch_node(node.order.newer);
+        if let Some(first) = self.pages(at, Tier::Device).first() {
+            prefetch(first);
+        }
+    }
+
+    /// The run of a node that is at hand will be read soon.
+    #[inline]
+    pub(super) fn prefetch_run(&self, node: &Node) {
+        if let Some(run) = self.runs.get(node.run as usize) {
+            prefetch(run);
+        }
     }
 
     /// Pages of a node on the device or the host; empty without such a list.

@@ -8,6 +8,7 @@ use std::cmp::Reverse;
 
 use crate::base::Tier;
 use crate::base::heap::{HeapKey, IndexHeap};
+use crate::base::plant::{Plant, is_planted};
 
 use super::adaptive::{Adaptive, Hint, Leaf};
 use super::component::COMPONENTS;
@@ -24,6 +25,30 @@ pub(super) struct Ends {
 
 impl Ends {
     const EMPTY: Ends = Ends { oldest: NIL, newest: NIL };
+}
+
+/// Neighbours in a list on their way out of it.
+#[derive(Clone, Copy)]
+pub(super) struct Stretch {
+    oldest: u32,
+    /// What lies on the newer side of the newest of them.
+    next: u32,
+    listed: Listed,
+}
+
+impl Stretch {
+    pub(super) const EMPTY: Stretch = Stretch { oldest: NIL, next: NIL, listed: Listed::Nowhere };
+}
+
+/// Nodes of a path that stand at the newest end of a list, which does not know it yet.
+#[derive(Clone, Copy)]
+pub(super) struct Entered {
+    newest: u32,
+    listed: Listed,
+}
+
+impl Entered {
+    pub(super) const NONE: Entered = Entered { newest: NIL, listed: Listed::Nowhere };
 }
 
 /// The two eviction orders and the list of reclaimable mirrors.
@@ -106,9 +131,38 @@ fn link_above(nodes: &mut [Node], ends: &mut Ends, at: u32, below: u32, links: F
 }
 
 /// What lists are sorted by. Of nodes with one tick, which lie on one path, the deepest is the oldest.
-fn age(nodes: &[Node], at: u32) -> (u64, Reverse<u32>) {
-    let node = &nodes[at as usize];
+fn age(node: &Node) -> (u64, Reverse<u32>) {
     (node.tick, Reverse(node.depth))
+}
+
+/// Most nodes that [`place_by_age`] looks at. Operations end near an end of the order or near one another; one that does
+/// not would have to pass over thousands of nodes, a cache miss each, for the sake of a place that nobody could tell from
+/// another.
+const PLACES_MAX: u32 = 768;
+
+/// The node behind which one of age `mine` belongs, `NIL` for the oldest end, `None` if it lies too far; and how many nodes
+/// were looked at. Looks from both ends and from `near` at once, which costs the shortest of the three ways. The newest
+/// node is newer than `mine`.
+fn place_by_age(nodes: &[Node], ends: Ends, near: u32, mine: (u64, Reverse<u32>)) -> (Option<u32>, u32) {
+    let (mut low, mut high, mut near) = (ends.oldest, ends.newest, near);
+    for looked_at in (3..=PLACES_MAX).step_by(3) {
+        if age(&nodes[low as usize]) > mine {
+            return (Some(nodes[low as usize].order.older), looked_at);
+        }
+        low = nodes[low as usize].order.newer;
+        let next = nodes[high as usize].order.older;
+        if next == NIL || age(&nodes[next as usize]) < mine {
+            return (Some(next), looked_at);
+        }
+        high = next;
+        let (links, older) = (nodes[near as usize].order, age(&nodes[near as usize]) < mine);
+        let next = if older { links.newer } else { links.older };
+        if next == NIL || (age(&nodes[next as usize]) < mine) != older {
+            return (Some(if older { near } else { next }), looked_at);
+        }
+        near = next;
+    }
+    (None, PLACES_MAX)
 }
 
 /// The same for a heap that yields the latest first.
@@ -210,12 +264,12 @@ impl Orders {
             && node.device == Residency::Present
             && node.host == Residency::Present
             && node.pins == 0
-            && (rule == BackupRule::Free || node.kids_host == 0)
+            && (rule == BackupRule::Free || node.kids_host == 0 || is_planted(Plant::ReclaimUnderChild))
     }
 
     /// Brings list membership in line with the state of a node. A node that enters an order enters where its tick
     /// belongs. O(log leaves) under a heap policy; in a list O(1) for a node that was just used, and for one that an
-    /// operation gives back as far as its place is from the nearest end or from the last such place.
+    /// operation gives back as far as its place is from the nearest end or from the last such place, up to a limit.
     pub(super) fn refresh(&mut self, arena: &mut Arena, rule: BackupRule, at: u32) {
         let node = &mut arena.nodes[at as usize];
         let want = self.place(at, node);
@@ -240,7 +294,7 @@ impl Orders {
             return;
         }
         if self.policy.is_list() {
-            self.link_by_age(&mut arena.nodes, at, want);
+            self.link_by_age(arena, at, want);
         } else {
             self.rekey(arena, at);
         }
@@ -248,56 +302,82 @@ impl Orders {
 
     /// Links a node behind everything older. O(1) for one that was just used.
     #[inline]
-    fn link_by_age(&mut self, nodes: &mut [Node], at: u32, want: Listed) {
+    fn link_by_age(&mut self, arena: &mut Arena, at: u32, want: Listed) {
         let ends = &mut self.lists[want as usize];
-        if ends.newest == NIL || age(nodes, ends.newest) < age(nodes, at) {
-            link_newest(nodes, ends, at, order_links);
-        } else {
-            self.link_back(nodes, at, want);
+        let mine = age(&arena.nodes[at as usize]);
+        match arena.nodes.get_mut(ends.newest as usize) {
+            Some(newest) if age(newest) >= mine => return self.link_back(arena, at, want),
+            Some(newest) => newest.order.newer = at,
+            None => ends.oldest = at,
         }
+        arena.nodes[at as usize].order = Links { older: ends.newest, newer: NIL };
+        ends.newest = at;
     }
 
-    /// The rest of `link_by_age`: a search from both ends of the order and from the place of the last such call at once,
-    /// which costs the shortest of the three ways.
+    /// The rest of `link_by_age`: the place is looked for. If it is too far from where it should be, the node and what lies
+    /// above it count as used now. O([`PLACES_MAX`]), or O(path) then.
     #[inline(never)]
-    fn link_back(&mut self, nodes: &mut [Node], at: u32, want: Listed) {
-        let (ends, finger) = (&mut self.lists[want as usize], &mut self.fingers[want as usize]);
-        let mine = age(nodes, at);
-        let (mut low, mut high, mut near) = (ends.oldest, ends.newest, *finger);
-        if nodes.get(near as usize).is_none_or(|node| node.listed != want || near == at) {
-            near = high;
-        }
-        let border = loop {
-            if age(nodes, low) > mine {
-                break nodes[low as usize].order.older;
-            }
-            low = nodes[low as usize].order.newer;
-            let next = nodes[high as usize].order.older;
-            if next == NIL || age(nodes, next) < mine {
-                break next;
-            }
-            high = next;
-            let (links, older) = (nodes[near as usize].order, age(nodes, near) < mine);
-            let next = if older { links.newer } else { links.older };
-            if next == NIL || (age(nodes, next) < mine) != older {
-                break if older { near } else { next };
-            }
-            near = next;
+    fn link_back(&mut self, arena: &mut Arena, at: u32, want: Listed) {
+        let nodes = &mut arena.nodes;
+        let mine = age(&nodes[at as usize]);
+        let ends = &mut self.lists[want as usize];
+        let finger = self.fingers[want as usize];
+        let near = if nodes.get(finger as usize).is_some_and(|node| node.listed == want && finger != at) {
+            finger
+        } else {
+            ends.newest
         };
-        *finger = at;
-        match border {
-            NIL => link_oldest(nodes, ends, at, order_links),
-            _ => link_above(nodes, ends, at, border, order_links),
+        match place_by_age(nodes, *ends, near, mine).0 {
+            Some(NIL) => link_oldest(nodes, ends, at, order_links),
+            Some(below) => link_above(nodes, ends, at, below, order_links),
+            None => {
+                link_newest(nodes, ends, at, order_links);
+                self.tick += 1;
+                let mut up = at;
+                while up != ROOT {
+                    self.touch(arena, up);
+                    up = arena.nodes[up as usize].parent;
+                }
+            }
         }
+        self.fingers[want as usize] = at;
     }
 
-    /// A node lost its last lock: it may enter an order, where its tick belongs. Mirrors do not depend on locks.
+    /// A node lost its last lock: it may enter an order, where its tick belongs. Mirrors do not depend on locks. `below` is
+    /// what entered just before on the same path, further down; [`entered`](Orders::entered) ends it.
     #[inline]
-    pub(super) fn unlocked(&mut self, arena: &mut Arena, at: u32) {
-        let want = self.place(at, &arena.nodes[at as usize]);
-        self.enter(arena, at, want);
-        if self.has_components {
-            self.rekey_components(arena, at);
+    pub(super) fn unlocked(&mut self, arena: &mut Arena, at: u32, below: &mut Entered) {
+        let node = &mut arena.nodes[at as usize];
+        if node.device != Residency::Present || !self.policy.is_list() || self.has_components {
+            self.entered(*below);
+            *below = Entered::NONE;
+            let want = self.place(at, &arena.nodes[at as usize]);
+            self.enter(arena, at, want);
+            if self.has_components {
+                self.rekey_components(arena, at);
+            }
+            return;
+        }
+        let want = DEVICE_ORDERS[usize::from(node.refs > 0)];
+        node.listed = want;
+        if below.listed == want {
+            // Used no earlier than what lies below it, which is the newest of all.
+            node.order = Links { older: below.newest, newer: NIL };
+            arena.nodes[below.newest as usize].order.newer = at;
+            below.newest = at;
+            return;
+        }
+        self.entered(*below);
+        self.link_by_age(arena, at, want);
+        let is_newest = self.lists[want as usize].newest == at;
+        *below = if is_newest { Entered { newest: at, listed: want } } else { Entered::NONE };
+    }
+
+    /// The last node of a path has entered.
+    #[inline]
+    pub(super) fn entered(&mut self, path: Entered) {
+        if path.listed != Listed::Nowhere {
+            self.lists[path.listed as usize].newest = path.newest;
         }
     }
 
@@ -309,6 +389,45 @@ impl Orders {
             (Listed::Nowhere, _) => {}
             (_, true) => unlink(&mut arena.nodes, &mut self.lists[listed as usize], at, order_links),
             (_, false) => self.set_aside(listed, at),
+        }
+    }
+
+    /// Takes a node out of its order as the next of a path that goes up. Such nodes are neighbours in a list, and leave it
+    /// together when [`leave_together`](Orders::leave_together) is told that there are no more.
+    #[inline]
+    pub(super) fn leave_with(&mut self, arena: &mut Arena, at: u32, stretch: &mut Stretch) {
+        let node = &mut arena.nodes[at as usize];
+        let listed = std::mem::replace(&mut node.listed, Listed::Nowhere);
+        if listed == Listed::Nowhere {
+            return;
+        }
+        if !self.policy.is_list() {
+            return self.set_aside(listed, at);
+        }
+        let newer = node.order.newer;
+        if (stretch.next, stretch.listed) != (at, listed) {
+            self.leave_together(arena, *stretch);
+            (stretch.oldest, stretch.listed) = (at, listed);
+        }
+        stretch.next = newer;
+    }
+
+    /// Takes neighbours out of their list.
+    #[inline]
+    pub(super) fn leave_together(&mut self, arena: &mut Arena, stretch: Stretch) {
+        let Stretch { oldest, next: newer, listed } = stretch;
+        if listed == Listed::Nowhere {
+            return;
+        }
+        let older = arena.nodes[oldest as usize].order.older;
+        let ends = &mut self.lists[listed as usize];
+        match older {
+            NIL => ends.oldest = newer,
+            _ => arena.nodes[older as usize].order.newer = newer,
+        }
+        match newer {
+            NIL => ends.newest = older,
+            _ => arena.nodes[newer as usize].order.older = older,
         }
     }
 
@@ -408,7 +527,9 @@ impl Orders {
     fn add_mirror(&mut self, arena: &mut Arena, at: u32) {
         arena.nodes[at as usize].mirrored = true;
         match self.mirrors.newest {
-            newest if newest != NIL && age(&arena.nodes, at) < age(&arena.nodes, newest) => {
+            newest
+                if newest != NIL && age(&arena.nodes[at as usize]) < age(&arena.nodes[newest as usize]) =>
+            {
                 self.old_mirrors.set(at, mirror_key(&arena.nodes[at as usize]));
             }
             _ => link_newest(&mut arena.nodes, &mut self.mirrors, at, mirror_links),
@@ -425,7 +546,9 @@ impl Orders {
     pub(super) fn latest_mirror(&self, arena: &Arena) -> Option<u32> {
         let listed = Some(self.mirrors.newest).filter(|&at| at != NIL);
         match (listed, self.old_mirrors.peek()) {
-            (Some(a), Some(b)) => Some(if age(&arena.nodes, a) > age(&arena.nodes, b) { a } else { b }),
+            (Some(a), Some(b)) => {
+                Some(if age(&arena.nodes[a as usize]) > age(&arena.nodes[b as usize]) { a } else { b })
+            }
             (a, b) => a.or(b),
         }
     }
@@ -440,7 +563,14 @@ impl Orders {
     /// Tells the order that learns that a node's last use moves to `tick`.
     #[inline]
     fn renew(&mut self, arena: &Arena, at: u32, tick: u64) {
-        if let Some(adaptive) = self.adaptive.as_mut().filter(|_| at != ROOT) {
+        if let Some(adaptive) = &mut self.adaptive {
+            Self::tell_adaptive(adaptive, arena, at, tick);
+        }
+    }
+
+    #[inline(never)]
+    fn tell_adaptive(adaptive: &mut Adaptive, arena: &Arena, at: u32, tick: u64) {
+        if at != ROOT {
             let node = &arena.nodes[at as usize];
             adaptive.renew((node.tick, tick), node.pages);
         }
@@ -449,13 +579,21 @@ impl Orders {
     #[inline]
     fn set_tick(&mut self, arena: &mut Arena, at: u32, tick: u64) {
         let node = &mut arena.nodes[at as usize];
-        if node.tick == tick {
+        if node.mirrored || self.has_components {
+            self.set_tick_of_ranked(arena, at, tick);
+        } else {
+            node.tick = tick;
+        }
+    }
+
+    /// The same for a node that stands in an order which is not one of eviction.
+    #[inline(never)]
+    fn set_tick_of_ranked(&mut self, arena: &mut Arena, at: u32, tick: u64) {
+        if arena.nodes[at as usize].tick == tick {
             return;
         }
-        let mirrored = node.mirrored;
-        if mirrored {
-            self.remove_mirror(arena, at);
-        }
+        let mirrored = arena.nodes[at as usize].mirrored;
+        self.remove_mirror(arena, at);
         arena.nodes[at as usize].tick = tick;
         if mirrored {
             self.add_mirror(arena, at);
@@ -530,6 +668,45 @@ impl Orders {
         if self.has_components {
             self.refresh_components(arena, prefix);
             self.refresh_components(arena, suffix);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A list of `count` nodes of ticks 10, 20, 30, ...
+    fn list_of(count: u32) -> (Vec<Node>, Ends) {
+        let (mut nodes, mut ends) = (Vec::new(), Ends::EMPTY);
+        for at in 0..count {
+            nodes.push(Node { tick: u64::from(at + 1) * 10, ..Node::root() });
+            link_newest(&mut nodes, &mut ends, at, order_links);
+        }
+        (nodes, ends)
+    }
+
+    #[test]
+    fn a_place_is_found_from_the_nearest_of_three_or_not_at_all() {
+        let (nodes, ends) = list_of(100_000);
+        let place = |tick: u64, near: u32| place_by_age(&nodes, ends, near, (tick, Reverse(0)));
+        assert_eq!(place(5, ends.newest), (Some(NIL), 3));
+        assert_eq!(place(999_995, ends.newest).0, Some(99_998));
+        for near in [49_000, 49_900, 50_000, 50_100] {
+            let (found, looked_at) = place(500_005, near);
+            let far = near.abs_diff(49_999);
+            assert_eq!(found, (3 * far < PLACES_MAX).then_some(49_999), "from {near}");
+            assert!(looked_at <= PLACES_MAX.min(3 * far + 6), "{looked_at} from {near}");
+        }
+        assert_eq!(place(500_005, ends.newest), (None, PLACES_MAX));
+        // Every place of a short list, from everywhere.
+        let (nodes, ends) = list_of(30);
+        for place in 0..30u32 {
+            for near in 0..30 {
+                let mine = (u64::from(place) * 10 + 5, Reverse(0));
+                let below = place.checked_sub(1).unwrap_or(NIL);
+                assert_eq!(place_by_age(&nodes, ends, near, mine).0, Some(below), "{place} from {near}");
+            }
         }
     }
 }

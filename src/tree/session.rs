@@ -13,6 +13,7 @@ use smallvec::SmallVec;
 
 use crate::base::NodeId;
 use crate::base::containers::Map;
+use crate::base::plant::{Plant, is_planted};
 use crate::base::slab::{Slab, SlabKey};
 
 use super::node::{NIL, ROOT};
@@ -190,7 +191,8 @@ impl Tree {
             self.sessions.take(key, leaf);
             // Another end of the session may say so already, at the parent or below it.
             let ends = self.sessions.open.get(key).cloned().unwrap_or_default();
-            if parent != ROOT && !ends.iter().any(|&end| self.is_on_path(parent, end)) {
+            let recedes = parent != ROOT && !is_planted(Plant::SessionDiesWithEnd);
+            if recedes && !ends.iter().any(|&end| self.is_on_path(parent, end)) {
                 self.sessions.add(key, parent);
                 self.arena.nodes[parent as usize].refs += 1;
                 self.keep_spans(parent, true);

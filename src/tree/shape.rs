@@ -1,5 +1,8 @@
 //! Links between nodes: add, split, merge, remove. The only writer of parents, children, tags and ranges.
 
+use crate::base::Tier;
+use crate::base::plant::{Plant, is_planted};
+
 use super::Tree;
 use super::adaptive::page_name;
 use super::node::{Links, Listed, NIL, Node, ROOT, Residency};
@@ -79,9 +82,9 @@ impl Tree {
             kids: 1,
             kids_device: u32::from(old.device != Residency::Absent),
             kids_host: u32::from(old.host != Residency::Absent),
-            locks: u32::from(old.locks > 0),
+            locks: u32::from(old.locks > 0 && !is_planted(Plant::SplitDropsLock)),
             own_locks: 0,
-            pins: u32::from(old.pins > 0),
+            pins: u32::from(old.pins > 0 && !is_planted(Plant::SplitDropsPin)),
             refs: u32::from(old.refs > 0),
             own_pins: 0,
             ..old.clone()
@@ -206,6 +209,7 @@ impl Tree {
         );
         let (parent, tag, run, from) = (node.parent, node.tag, node.run, node.from);
         let ends_run = from + node.pages == self.arena.runs[run as usize].pages;
+        self.drop_components(at, Tier::Host);
         self.recede_sessions(at);
         self.orders.forget(&mut self.arena, at, true);
         self.table.remove(tag, at);

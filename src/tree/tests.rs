@@ -423,6 +423,30 @@ fn what_an_operation_held_is_as_old_as_before() {
 }
 
 #[test]
+fn what_belongs_too_far_down_a_long_list_counts_as_used() {
+    let mut rig = Rig::new(config(1), 5_000, 16);
+    let rows: Vec<Vec<u32>> = (0..4_000).map(|i| vec![i]).collect();
+    let nodes: Vec<NodeId> = rows.iter().map(|r| rig.insert(key(r)).unwrap().node).collect();
+    // A fork in the middle, whose trunk must come back with its branch.
+    let branch = rig.insert(key(&[2_000, 1])).unwrap().node;
+    let age = |rig: &Rig, node: NodeId| rig.tree.last_used(node).unwrap();
+    let old: Vec<NodeId> = [100, 2_000, 3_900].map(|i: usize| nodes[i]).to_vec();
+    for row in &rows[2_001..] {
+        rig.insert(key(row)).unwrap();
+    }
+    let ticks: Vec<u64> = old.iter().map(|&node| age(&rig, node)).collect();
+    let ops: Vec<OpId> = [old[0], branch, old[2]].map(|node| rig.begin_backup(node).unwrap()).to_vec();
+    for op in ops {
+        rig.end_backup(op, true);
+        rig.check();
+    }
+    assert_eq!(age(&rig, old[0]), ticks[0], "near the old end");
+    assert_eq!(age(&rig, old[2]), ticks[2], "near the new end");
+    assert!(age(&rig, old[1]) > age(&rig, nodes[3_999]), "in the middle of thousands");
+    assert_eq!(age(&rig, old[1]), age(&rig, branch));
+}
+
+#[test]
 fn a_use_below_a_held_ancestor_is_carried_up() {
     let mut rig = Rig::new(config(2), 16, 16);
     let rows = [row("ab"), row("ac"), row("d")];

@@ -2,6 +2,7 @@
 
 use smallvec::SmallVec;
 
+use crate::base::plant::{Plant, is_planted};
 use crate::base::{NamespaceId, NodeId, PageId, Tier};
 use crate::key::Key;
 
@@ -77,7 +78,10 @@ impl Tree {
                 1 => self.confirm(at, here.first_child, key.ns, rest),
                 _ => {
                     let tag = tag_of(at, key.ns, &rest[..p + overlap]);
-                    self.table.find(tag, |child| self.confirm(at, child, key.ns, rest))
+                    self.table.find(tag, |child| {
+                        self.arena.prefetch_match(child);
+                        self.confirm(at, child, key.ns, rest)
+                    })
                 }
             };
             let Some((child, pages, spare)) = found else { break };
@@ -93,8 +97,8 @@ impl Tree {
     }
 
     /// Whether `child` is the child of `at` that goes on with `rest`: the pages of it that match, at least one, and the
-    /// pages of it that do not.
-    #[inline]
+    /// pages of it that do not. Inlined in both places, because saving registers costs as much as it does.
+    #[inline(always)]
     fn confirm(&self, at: u32, child: u32, ns: NamespaceId, rest: &[u32]) -> Option<(u32, u32, u32)> {
         let node = &self.arena.nodes[child as usize];
         if node.parent != at || (at == ROOT && node.ns != ns) {
@@ -207,7 +211,7 @@ impl Tree {
         if self.check_key(key).is_ok() {
             self.tick();
             let path = self.match_path(&mut found, key, pages);
-            for &at in path.iter().rev() {
+            for &at in path.iter().rev().skip(usize::from(is_planted(Plant::StaleTouch))) {
                 self.orders.touch(&mut self.arena, at);
             }
             self.path = path;
@@ -243,36 +247,61 @@ impl Tree {
 
     /// The walk of a match: splits, cuts, adds up. Returns the path.
     fn match_path(&mut self, found: &mut Matched, key: Key<'_>, pages: &mut Vec<PageId>) -> Vec<u32> {
-        let mut path = self.walk_and_split(ROOT, key);
-        let mut device_end = u32::MAX;
-        if self.has_components() {
-            device_end = self.cut_match(found, &mut path);
+        let path = if self.has_components() {
+            let mut path = self.walk_and_split(ROOT, key);
+            let device_end = self.cut_match(found, &mut path);
+            let on_device = path.iter().take_while(|&&at| {
+                let node = &self.arena.nodes[at as usize];
+                node.device == Residency::Present && node.end() <= device_end
+            });
+            let on_device = on_device.count();
+            for &at in &path[..on_device] {
+                pages.extend_from_slice(self.arena.pages(at, Tier::Device));
+            }
+            self.add_up(found, &path, on_device);
+            path
         } else {
-            found.full_pages = path.last().map_or(0, |&at| self.arena.nodes[at as usize].end());
-        }
-        self.add_up(found, &path, device_end, pages);
+            self.match_below(ROOT, found, key, pages)
+        };
         self.orders.matched(&mut self.arena, &path, found.depth_pages());
         path
     }
 
-    /// Adds a path to a match: the part that is on the device and ends at `device_end` or above, whose pages are appended to
-    /// `pages`, and what follows it.
+    /// The walk of a match without components below a node on the device: the pages are written while the nodes are at
+    /// hand.
     #[inline]
-    fn add_up(&self, found: &mut Matched, path: &[u32], device_end: u32, pages: &mut Vec<PageId>) {
+    fn match_below(
+        &mut self,
+        start: u32,
+        found: &mut Matched,
+        key: Key<'_>,
+        pages: &mut Vec<PageId>,
+    ) -> Vec<u32> {
+        let mut path = std::mem::take(&mut self.path);
+        path.clear();
         let mut on_device = 0;
-        for &at in path {
-            let node = &self.arena.nodes[at as usize];
-            if node.device != Residency::Present || node.end() > device_end {
-                break;
+        let walk = self.walk(start, key, |at, matched| {
+            if self.arena.nodes[at as usize].device == Residency::Present && on_device == path.len() {
+                on_device += 1;
+                let list = self.arena.pages(at, Tier::Device);
+                pages.extend_from_slice(list.get(..matched as usize).unwrap_or_default());
             }
-            pages.extend_from_slice(self.arena.pages(at, Tier::Device));
-            found.device_pages += node.pages;
-            on_device += 1;
-        }
+            path.push(at);
+        });
+        found.full_pages = self.arena.nodes[start as usize].end() + walk.pages;
+        self.split_spare(walk, &mut path);
+        self.add_up(found, &path, on_device);
+        path
+    }
+
+    /// Adds a path to a match; its first `on_device` nodes count for the device.
+    #[inline]
+    fn add_up(&self, found: &mut Matched, path: &[u32], on_device: usize) {
         let (on_device, below) = path.split_at(on_device);
         if let Some(&last) = on_device.last() {
             found.node = self.arena.id(last);
             found.device_node = found.node;
+            found.device_pages = self.arena.nodes[last as usize].end();
         }
         for &at in below {
             self.extend_match(found, at, self.arena.nodes[at as usize].pages, false);
@@ -306,14 +335,12 @@ impl Tree {
         self.tick();
         let mut found = self.empty_match();
         (found.node, found.device_node, found.device_pages) = (held.node, held.node, depth);
-        let path = self.walk_and_split(anchor, key.from_page(depth, self.page_size));
-        self.add_up(&mut found, &path, u32::MAX, pages);
+        let path = self.match_below(anchor, &mut found, key.from_page(depth, self.page_size), pages);
         self.orders.matched(&mut self.arena, &path, found.depth_pages() - depth);
         // The locked nodes stand in no order; their release counts as their use.
         for &at in path.iter().rev() {
             self.orders.touch(&mut self.arena, at);
         }
-        found.full_pages = found.depth_pages();
         self.path = path;
         Ok(found)
     }

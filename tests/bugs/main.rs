@@ -4,9 +4,11 @@
 
 mod accounting;
 mod bigram_refill;
+mod component_cascades;
 #[cfg(feature = "host")]
 mod decode_only;
 mod eviction_cost;
+mod host_events;
 mod host_full;
 mod lock_covers_match;
 mod namespaces;

@@ -2,7 +2,7 @@
 //! that were being restored; and the anchor was unlocked when the copy was submitted, not when it was done.
 
 use crate::rig::{Rig, key, row};
-use sapwood::tree::{BackupRule, LoadOutcome, LoadPlan, Unbacked};
+use sapwood::tree::{BackupRule, InsertOpts, InsertOut, LoadOutcome, LoadPlan, TreeError, Unbacked};
 
 #[test]
 fn no_host_page_of_a_load_goes_before_its_copy_is_done() {
@@ -57,4 +57,42 @@ fn a_failed_load_leaves_the_host_copy_and_gives_every_page_back() {
     rig.device.free(returned).unwrap();
     rig.check();
     assert_eq!((rig.device.used_pages(), rig.hit("ABCD").host_pages), (0, 4));
+}
+
+/// Found by ten million calls beside the model: the upper of two loads had failed while the lower one still flew, and an
+/// insert took the place of pages that a copy was writing.
+#[test]
+fn an_insert_waits_for_a_load_below_one_that_failed() {
+    let mut rig = Rig::new(BackupRule::BackedUpParent, 8, 8);
+    let node = rig.ins("AB");
+    rig.backup(node);
+    rig.evict(2, Unbacked::Delete);
+    let (mut ops, mut plan) = (Vec::new(), LoadPlan::default());
+    for text in ["A", "AB"] {
+        let end = rig.tree.node_at(key(&row(text))).unwrap();
+        rig.tree.plan_load(end, &mut plan).unwrap();
+        let (mut pages, op) = (Vec::new(), rig.op());
+        assert!(rig.device.alloc(1, &mut pages));
+        rig.tree.begin_load(op, &plan, pages).unwrap();
+        ops.push(op);
+    }
+    let end = |rig: &mut Rig, op| {
+        let mut out = Vec::new();
+        rig.tree.end_load(op, false, &mut out).unwrap();
+        for end in out {
+            let LoadOutcome::Failed { returned } = end.outcome else { panic!("failed") };
+            rig.device.free(&returned).unwrap();
+        }
+        rig.check();
+    };
+    end(&mut rig, ops[0]);
+    let mut pages = Vec::new();
+    assert!(rig.device.alloc(2, &mut pages));
+    let mut out = InsertOut::default();
+    let got = rig.tree.insert(key(&row("AB")), &pages, 0, InsertOpts::default(), &mut out);
+    assert_eq!(got, Err(TreeError::LoadInFlight(node)));
+    rig.device.free(&pages).unwrap();
+    end(&mut rig, ops[1]);
+    rig.ins("AB");
+    assert_eq!(rig.hit("AB").device_pages, 2);
 }

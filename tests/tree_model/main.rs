@@ -10,6 +10,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
 
+use sapwood::base::plant::{Plant, plant};
 use sapwood::model::Order;
 
 use pair::{Pair, Row, Setup, Step};
@@ -69,18 +70,19 @@ fn setup() -> impl Strategy<Value = Setup> {
 
 const STEPS_MAX: usize = 160;
 
-#[test]
-fn the_tree_does_what_the_model_says() {
-    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let seed = number("SAPWOOD_SEED").unwrap_or(0x5A9_00D);
-    let ops = number("SAPWOOD_MODEL_OPS").unwrap_or(200_000);
-    println!("SAPWOOD_SEED={seed} SAPWOOD_MODEL_OPS={ops}");
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok().and_then(|text| text.parse().ok())
+}
+
+type Found = Result<(), TestError<(Setup, Vec<Step>)>>;
+
+/// So many histories of tree and model; the first that differs, made short.
+fn compare(seed: u64, cases: u32, shrinks: u32) -> Found {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&seed.to_le_bytes());
-    let cases = (ops / (STEPS_MAX as u64 / 2)).max(1) as u32;
-    let config = Config { cases, failure_persistence: None, max_shrink_iters: 20_000, ..Config::default() };
+    let config = Config { cases, failure_persistence: None, max_shrink_iters: shrinks, ..Config::default() };
     let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
-    let result = runner.run(&(setup(), vec(step(), 0..STEPS_MAX)), |(setup, steps)| {
+    runner.run(&(setup(), vec(step(), 0..STEPS_MAX)), |(setup, steps)| {
         let mut pair = Pair::new(&setup);
         for step in steps {
             pair.run(step);
@@ -89,7 +91,36 @@ fn the_tree_does_what_the_model_says() {
         }
         pair.finish();
         Ok(())
-    });
+    })
+}
+
+/// A comparison that finds nothing proves something only if it finds what is there: each fault is planted in the tree,
+/// and found.
+#[test]
+fn planted_faults_are_found() {
+    for fault in Plant::TREE {
+        let found = std::thread::scope(|scope| {
+            let search = scope.spawn(move || {
+                plant(Some(fault));
+                compare(1, 400, 0)
+            });
+            search.join().expect("a panic of the pair is caught")
+        });
+        match found {
+            Err(TestError::Fail(why, (_, steps))) => {
+                println!("{fault:?}: found in {} steps: {:.120}", steps.len(), why.to_string());
+            }
+            other => panic!("{fault:?} is not found within 400 histories: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn the_tree_does_what_the_model_says() {
+    let seed = number("SAPWOOD_SEED").unwrap_or(0x5A9_00D);
+    let ops = number("SAPWOOD_MODEL_OPS").unwrap_or(200_000);
+    println!("SAPWOOD_SEED={seed} SAPWOOD_MODEL_OPS={ops}");
+    let result = compare(seed, (ops / (STEPS_MAX as u64 / 2)).max(1) as u32, 20_000);
     if let Err(TestError::Fail(why, (setup, steps))) = &result {
         panic!(
             "SAPWOOD_SEED={seed}: {why}\n{setup:?}\n{}",

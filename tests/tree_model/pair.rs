@@ -393,16 +393,19 @@ impl Pair {
             assert!(victims.contains(&page.0));
             self.model.evict_component(c, tier, page.0);
         }
-        assert_eq!(self.model.drain_freed()[c][tier], set(gone));
-        self.pools[c][tier].free(gone).unwrap();
+        self.give_back(&out);
     }
 
     /// Component pages that became free, in both.
     pub(crate) fn drain(&mut self) {
         let mut out = ComponentPages::default();
         self.tree.drain_freed(&mut out);
+        self.give_back(&out);
+    }
+
+    fn give_back(&mut self, freed: &ComponentPages) {
         for (c, want) in self.model.drain_freed().into_iter().enumerate() {
-            for (tier, pages) in [&out.device[c], &out.host[c]].into_iter().enumerate() {
+            for (tier, pages) in [&freed.device[c], &freed.host[c]].into_iter().enumerate() {
                 assert_eq!(set(pages), want[tier]);
                 self.pools[c][tier].free(pages).unwrap();
             }

@@ -1,5 +1,6 @@
 //! Component pages on the move: in with an insert or from a store, between tiers with an operation, out with an eviction.
 
+use crate::base::plant::{Plant, is_planted};
 use crate::base::{NodeId, PageId, Tier, Violation};
 
 use super::super::node::{NIL, NO_PAGE, ROOT, Residency};
@@ -242,8 +243,9 @@ impl Tree {
 
     // ---- eviction ----
 
-    /// Frees `want_pages` pages of a component on a tier, or all that nobody holds if that is less; Full copies stay. Least
-    /// recently used first, then the shallowest. Freed pages come with [`drain_freed`](Tree::drain_freed). Returns their
+    /// Frees `want_pages` pages of a component on a tier, or all that nobody holds if that is less; Full copies stay, and the
+    /// state at the place of a window page goes with it, beyond what was wanted. Least recently used first, then the
+    /// shallowest. Freed pages come with [`drain_freed`](Tree::drain_freed). Returns their
     /// number. O((pages freed + nodes held) x log nodes).
     pub fn evict_component(&mut self, c: Component, tier: Tier, want_pages: u32) -> u32 {
         if tier == Tier::Store {
@@ -264,8 +266,15 @@ impl Tree {
             let Some(at) = order.peek() else { break };
             for page in self.arena.nodes[at as usize].range() {
                 let run = &self.arena.runs[self.arena.nodes[at as usize].run as usize];
-                if freed < want_pages && !run.is_held(c, page) && run.is_kept(c, page) == kept {
-                    freed += u32::from(self.free_component(c, tier, at, page));
+                let goes = !run.is_held(c, page) && run.is_kept(c, page) == kept;
+                let with_state = c == Component::Window
+                    && !run.is_held(Component::State, page)
+                    && !is_planted(Plant::WindowGoesAlone);
+                if freed < want_pages && goes && self.free_component(c, tier, at, page) {
+                    freed += 1;
+                    if with_state {
+                        self.free_component(Component::State, tier, at, page);
+                    }
                 }
             }
             if freed < want_pages {
@@ -350,8 +359,9 @@ impl Tree {
             for (tier, full) in [(Tier::Device, node.device), (Tier::Host, node.host)] {
                 let by_order = any_pages(&self.arena, node, c, tier);
                 let any = by_order != [false; 2];
-                let ok = !any || full == Residency::Present && self.span(c) > 0;
-                must(ok, "component-under-full", format!("node {at}: {c:?} on {tier:?} under {full:?}"));
+                let full = full == Residency::Present || node.device == Residency::Present;
+                let ok = !any || full && self.span(c) > 0;
+                must(ok, "component-under-full", format!("node {at}: {c:?} on {tier:?} without full"));
                 for (heap, any) in self.orders.components[c as usize][tier as usize].iter().zip(by_order) {
                     let key = heap.key(at);
                     let want = any.then_some((node.tick, u64::from(node.depth)));

@@ -5,8 +5,10 @@
 //! a state lies at the end of a page, so its span is 1. Everything is per page, so a split hands nothing over and a
 //! tombstone is a hole.
 //!
-//! A copy on a tier needs the Full copy on that tier: when that goes, the component's page goes with it. The other way
-//! round they are free: losing a component shortens matches and leaves Full alone. Pages that became free are collected and
+//! A copy on the device needs the Full copy there, and one on the host a Full copy anywhere: when that goes, the component's
+//! page goes with it. The other way round they are free: losing a component shortens matches and leaves Full alone. A window
+//! page that is evicted takes the state at the same place on the same tier with it, unless somebody holds that: no request
+//! could go on there. Pages that became free are collected and
 //! handed out by [`Tree::drain_freed`]; until then the tree still lists them as its own.
 //!
 //! Here: lists, usable prefixes, holds, presence. `flow` moves pages in, between tiers and out.
@@ -15,6 +17,7 @@ mod flow;
 
 use std::ops::Range;
 
+use crate::base::plant::{Plant, is_planted};
 use crate::base::{NodeId, PageId, Tier};
 use crate::key::PageHash;
 
@@ -312,7 +315,7 @@ impl Tree {
 
     /// One component: going up, a run of pages that is long enough, or that reaches the root.
     fn usable_for(&self, c: Component, anchor: u32, depth: u32, on_host_too: bool) -> u32 {
-        let span = self.span(c);
+        let span = self.span(c) - u32::from(is_planted(Plant::ShortWindow) && self.span(c) > 1);
         let (mut end, mut run) = (depth, 0);
         self.for_positions(anchor, 0..depth, |at, page, position| {
             if run == span {
