@@ -3,10 +3,10 @@
 //! A record is 56 bytes of header and its payload. The target holds the grant table while it, or the system for it,
 //! copies one piece (at most 256 KiB), never while it waits for a socket, so a revocation waits for one memory copy
 //! and not for the peer. Large records go from the socket straight into the page: two thirds of what a byte costs
-//! here are its copies, and the one through a buffer was the third. A batch is spread over [`STREAMS`] connections and is done when all of them have
-//! acknowledged their part. A broken connection leaves its batches *unknown*: bytes may be on their way into
-//! the target still. They settle when the peer attaches anew, which it does only after a fence. Their sources are free
-//! earlier, when the threads that read them have stopped.
+//! here are its copies, and the one through a buffer was the third. A batch is spread over [`STREAMS`] connections
+//! and is done when all of them have acknowledged their part. A broken connection leaves its batches *unknown*:
+//! bytes may be on their way into the target still. They settle when the peer attaches anew, which it does only after
+//! a fence. Their sources are free earlier, when the threads that read them have stopped.
 #![expect(unsafe_code, reason = "copies between registered memory; each block says why it is sound")]
 
 use std::collections::{BTreeMap, VecDeque};

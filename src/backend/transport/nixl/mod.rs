@@ -346,7 +346,7 @@ impl Worker {
     }
 
     /// Tears the agent down that writes in doubt were posted with, and puts another in its place. Without another
-    /// everything stays as it is, and the sources pinned; the next write in doubt is the next occasion.
+    /// everything stays as it is, and the sources pinned; the next quiet moment is the next occasion.
     fn renew(&mut self) {
         self.next.made += 1;
         let name = format!("{}-{}", self.next.name, self.next.made);
