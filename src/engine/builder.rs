@@ -14,7 +14,7 @@ use super::registration::{AloneVotes, RankVotes, Registered, RegistrationError};
 use crate::backend::device::{Device, DeviceError};
 use crate::backend::host::{HostArena, MemoryError, MemoryPlan};
 use crate::backend::identity::{ByteOrder, Content, Descriptor, DescriptorError, Dtype, Shard};
-use crate::backend::region::Sharing;
+use crate::backend::region::{HugePages, Mapping, Sharing};
 use crate::backend::store::{ArenaNeed, Store};
 use crate::base::{PageId, Tier};
 use crate::pool::{Capacities, Capacity, Geometry, Plane, PlaneKind, PoolKind};
@@ -206,7 +206,7 @@ impl Builder {
             loads_in_flight_max: plain.loads_in_flight_max,
             delivery: Delivery::AsCompleted,
             waker: None,
-            memory: MemoryPlan::default(),
+            memory: huge_where_there_are_any(),
             draft: None,
             registration: RegistrationPolicy::default(),
             votes: Box::new(AloneVotes),
@@ -326,8 +326,8 @@ impl Builder {
         self
     }
 
-    /// Where the memory of the host tier comes from: page size, NUMA node, budget, first touch. Whether it is
-    /// shared is not for the caller to say: it is, if the store needs it.
+    /// Where the memory of the host tier comes from: page size, NUMA node, budget, first touch. Default: huge pages where
+    /// the system has any. Whether it is shared is not for the caller to say: it is, if the store needs it.
     pub fn memory(mut self, plan: MemoryPlan) -> Self {
         self.memory = plan;
         self
@@ -465,6 +465,12 @@ impl Builder {
         }
         Ok(plan)
     }
+}
+
+/// First touch of host memory is three times as fast in huge pages, and copies need fewer translations.
+fn huge_where_there_are_any() -> MemoryPlan {
+    let mapping = Mapping { huge_pages: HugePages::Advise, ..Mapping::PRIVATE };
+    MemoryPlan { mapping, ..MemoryPlan::default() }
 }
 
 /// Pages of a pool that the cache uses on the device.

@@ -8,6 +8,7 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use smallvec::SmallVec;
 
 use super::delivery::{Delivery, Lane, Moment, Schedule};
+use super::gaps::{Gaps, Part, parts_of};
 use super::lane::{Ended, Gap, LaneConfig, StoreLane};
 use super::registration::{RankVotes, RegistrationError};
 use super::report::StoreReport;
@@ -69,14 +70,6 @@ pub struct BytesMoved {
     pub store_get: u64,
 }
 
-/// Pages of one pool: read and written.
-#[derive(Debug)]
-struct Part {
-    pool: PoolKind,
-    sources: Vec<PageId>,
-    targets: Vec<PageId>,
-}
-
 /// A copy that the device did not take yet.
 #[derive(Debug)]
 struct Copy {
@@ -92,63 +85,6 @@ struct InFlight {
     transfer: Transfer,
     layers_told: u32,
     parts: Vec<Part>,
-}
-
-impl Part {
-    fn all_planes(&self) -> CopyPart<'_> {
-        CopyPart { pool: self.pool, src: &self.sources, dst: &self.targets, planes: PlaneSet::ALL }
-    }
-}
-
-fn parts_of(pairs: &[PagePair]) -> Vec<Part> {
-    let part = |pool| {
-        let of_pool = || pairs.iter().filter(move |pair| pair.pool == pool);
-        let sources: Vec<PageId> = of_pool().map(|pair| pair.source).collect();
-        (!sources.is_empty()).then(|| Part {
-            pool,
-            sources,
-            targets: of_pool().map(|pair| pair.target).collect(),
-        })
-    };
-    PoolKind::ALL.into_iter().filter_map(part).collect()
-}
-
-/// Planes that pages lack, per tier. Travels with the bytes: a copy of a page lacks what the page lacks.
-#[derive(Debug, Default)]
-struct Gaps {
-    device: Map<(PoolKind, PageId), PlaneSet>,
-    host: Map<(PoolKind, PageId), PlaneSet>,
-}
-
-impl Gaps {
-    fn copied(&mut self, direction: Direction, parts: &[Part]) {
-        let (from, to) = match direction {
-            Direction::DeviceToHost => (&self.device, &mut self.host),
-            Direction::HostToDevice => (&self.host, &mut self.device),
-            Direction::DeviceToDevice => return,
-        };
-        if from.is_empty() && to.is_empty() {
-            return;
-        }
-        for Part { pool, sources, targets } in parts {
-            for (source, target) in sources.iter().zip(targets) {
-                match from.get(&(*pool, *source)) {
-                    Some(&gap) => to.insert((*pool, *target), gap),
-                    None => to.remove(&(*pool, *target)),
-                };
-            }
-        }
-    }
-
-    fn read(&mut self, read: &[Gap]) {
-        for &Gap { pool, page, planes } in read {
-            if planes == PlaneSet::NONE {
-                self.host.remove(&(pool, page));
-            } else {
-                self.host.insert((pool, page), planes);
-            }
-        }
-    }
 }
 
 pub(super) struct Executor {
@@ -430,6 +366,10 @@ impl Executor {
         // thread 5 to 10 us): those of a step leave together. A load is waited for.
         if queue == TO_HOST {
             self.held += 1;
+            if self.held == 1 {
+                // Whoever only ticks when it is woken has to be.
+                self.lane_config.bell.ring();
+            }
         } else {
             self.submit_waiting();
         }

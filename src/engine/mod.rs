@@ -9,6 +9,7 @@ mod cache;
 mod delivery;
 mod draft;
 mod executor;
+mod gaps;
 mod group;
 mod lane;
 mod names;

@@ -260,7 +260,7 @@ impl Tree {
         let run = self.arena.add_run(tokens, (whole - from) as u32);
         if self.hashing {
             let mut hashes = std::mem::take(&mut self.hashed);
-            self.hash_below(parent, Key { tokens, ..key }, names, &mut hashes);
+            self.stats.hashed_pages += self.hash_below(parent, Key { tokens, ..key }, names, &mut hashes);
             self.arena.set_hashes(run, 0, &hashes);
             self.hashed = hashes;
         }

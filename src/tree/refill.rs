@@ -76,7 +76,8 @@ impl Tree {
         let Some(start) = self.arena.slot(anchor) else {
             return Ok(self.drop_refill(anchor, DropReason::AnchorGone, host_pages, out));
         };
-        let hashes = self.check_refill(start, rest, names)?;
+        let (hashes, computed) = self.check_refill(start, rest, names)?;
+        self.stats.hashed_pages += computed;
         if self.rule == BackupRule::BackedUpParent && !is_planted(Plant::NoAnchorCheck) {
             match self.arena.nodes[start as usize].host {
                 Residency::Present => {}
@@ -112,14 +113,14 @@ impl Tree {
     }
 
     /// Checks that `rest` continues the anchor and that the names are the pages'. Returns the hashes of its pages, none if the
-    /// tree keeps none.
+    /// tree keeps none, and how many were computed.
     fn check_refill(
-        &mut self,
+        &self,
         start: u32,
         rest: Key<'_>,
         names: Names<'_>,
-    ) -> Result<Vec<PageHash>, TreeError> {
-        let mut own = Vec::new();
+    ) -> Result<(Vec<PageHash>, u64), TreeError> {
+        let (mut own, mut computed) = (Vec::new(), 0);
         if start != ROOT {
             let ns = self.arena.nodes[start as usize].ns;
             if ns != rest.ns {
@@ -134,16 +135,16 @@ impl Tree {
         }
         if self.hashing {
             match names {
-                Names::Proven(names) => self.hash_below(start, rest, Some(names), &mut own),
+                Names::Proven(names) => computed = self.hash_below(start, rest, Some(names), &mut own),
                 Names::Claimed(hashes) => {
-                    self.hash_below(start, rest, None, &mut own);
+                    computed = self.hash_below(start, rest, None, &mut own);
                     if let Some(at) = own.iter().zip(hashes).position(|(a, b)| a != b) {
                         return Err(TreeError::HashMismatch { page: at as u32 });
                     }
                 }
             }
         }
-        Ok(own)
+        Ok((own, computed))
     }
 
     fn commit_refill(

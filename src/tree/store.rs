@@ -50,19 +50,19 @@ impl Tree {
         if parent == ROOT { self.namespaces.seed(ns) } else { self.last_hash_of(parent).map(|hash| hash.0) }
     }
 
-    /// Hashes of the pages of `rest`, which continues behind `parent`, into `out`: what `names` knows, the others computed.
+    /// Hashes of the pages of `rest`, which continues behind `parent`, into `out`: what `names` knows, the others
+    /// computed. Returns how many those are.
     pub(super) fn hash_below(
-        &mut self,
+        &self,
         parent: u32,
         rest: Key<'_>,
         names: Option<&PageNames>,
         out: &mut Vec<PageHash>,
-    ) {
+    ) -> u64 {
         let prior = self.prior_hash(parent, rest.ns);
         let first = self.arena.nodes[parent as usize].end();
         out.clear();
-        let computed = extend_hashes(rest, self.page_size, first, prior, names, out);
-        self.stats.hashed_pages += u64::from(computed);
+        u64::from(extend_hashes(rest, self.page_size, first, prior, names, out))
     }
 
     /// Page hashes of a node; empty for the root.

@@ -431,8 +431,8 @@ fn what_belongs_too_far_down_a_long_list_counts_as_used() {
     let branch = rig.insert(key(&[2_000, 1])).unwrap().node;
     let age = |rig: &Rig, node: NodeId| rig.tree.last_used(node).unwrap();
     let old: Vec<NodeId> = [100, 2_000, 3_900].map(|i: usize| nodes[i]).to_vec();
-    for i in 2_001..4_000 {
-        rig.insert(key(&rows[i])).unwrap();
+    for row in &rows[2_001..] {
+        rig.insert(key(row)).unwrap();
     }
     let ticks: Vec<u64> = old.iter().map(|&node| age(&rig, node)).collect();
     let ops: Vec<OpId> = [old[0], branch, old[2]].map(|node| rig.begin_backup(node).unwrap()).to_vec();

@@ -65,10 +65,14 @@ fn backups_leave_at_the_tick_or_when_their_room_is_asked_for() {
     let geometry = Arc::new(Geometry::builder(2).plane(Plane::target(1, 4)).build().unwrap());
     let pages = Capacities::full(Capacity::Pages(2));
     let device = SoftDevice::manual(Arc::clone(&geometry), pages).unwrap();
+    let (ring, rung) = std::sync::mpsc::sync_channel(1);
     let mut cache = PrefixCache::builder(geometry)
         .device(device.clone())
         .host_pages(Capacity::Pages(8))
         .write_policy(WritePolicy::WriteThrough { threshold: 1 })
+        .waker(Arc::new(move || {
+            let _ = ring.try_send(());
+        }))
         .build()
         .unwrap();
     let publish = |cache: &mut PrefixCache, prompt: [u32; 2]| {
@@ -79,6 +83,7 @@ fn backups_leave_at_the_tick_or_when_their_room_is_asked_for() {
     publish(&mut cache, [1, 2]);
     publish(&mut cache, [3, 4]);
     assert_eq!((device.in_flight(), cache.next_due()), (0, Some(Time::ZERO)));
+    assert!(rung.try_recv().is_ok(), "an owner that waits to be woken is woken");
     cache.tick(Time(1)).unwrap();
     assert_eq!(cache.next_due(), None);
     assert_eq!(device.in_flight(), 2);

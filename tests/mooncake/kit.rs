@@ -94,7 +94,16 @@ pub(crate) struct Left {
     pub(crate) mappings: usize,
 }
 
-pub(crate) fn left() -> Left {
+/// That so much is left. A thread has its name only when it runs, and is listed for a moment after its end.
+pub(crate) fn assert_left(want: Left) {
+    let end = Instant::now() + Duration::from_secs(10);
+    while left() != want {
+        assert!(Instant::now() < end, "{:?} is left, not {want:?}", left());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn left() -> Left {
     let names = std::fs::read_dir("/proc/self/task").unwrap().filter_map(|t| {
         // A thread may end while we look.
         std::fs::read_to_string(t.unwrap().path().join("comm")).ok()

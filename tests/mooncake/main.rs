@@ -6,6 +6,9 @@
 mod engine;
 mod kit;
 mod matrix;
+#[path = "../engine/kit.rs"]
+#[expect(dead_code, reason = "the tests of the engine use more of it")]
+mod pools;
 mod refusing;
 mod service;
 mod session;

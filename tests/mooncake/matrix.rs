@@ -17,7 +17,7 @@ use sapwood::tiers::registration::{Cause, Stage, Vote};
 use sapwood::tiers::{RegistrationPolicy, RegistrationState};
 
 use crate::engine::{Engine, Found, builder, geometry, prompt};
-use crate::kit::{Left, alone, left, mapped_by};
+use crate::kit::{Left, alone, assert_left, mapped_by, until};
 use crate::refusing::Refusing;
 use crate::service::Service;
 
@@ -117,7 +117,77 @@ fn r3_a_draft_on_the_real_client() {
     let engine = Engine::new(&geometry(true), ALONE, Some(mooncake(&service)));
     assert_eq!(mapped_by(service.client_pid()), 3, "headers, target, draft");
     drop(engine);
-    assert_eq!((left(), mapped_by(service.client_pid())), (NOTHING, 0));
+    assert_left(NOTHING);
+    assert_eq!(mapped_by(service.client_pid()), 0);
+}
+
+/// A model with windows and states, and planes of a draft in every pool: nine planes, each a segment of its own.
+#[test]
+fn r3_every_pool_with_its_draft_on_the_real_client() {
+    use crate::pools::{self, Shape, Sizes};
+    let _alone = alone();
+    let Some(service) = Service::start("64 MB") else { return };
+    let shape = Shape::ALL.with_draft();
+    let engine = || pools::Engine::new(shape, Sizes::AMPLE, Some(mooncake(&service)));
+    let mut before = engine();
+    assert_eq!(mapped_by(service.client_pid()), 1 + 9, "headers and planes");
+    before.run(&pools::prompt(1, 9));
+    before.settle();
+    drop(before);
+    let mut after = engine();
+    let found = after.run(&pools::prompt(1, 9));
+    // The last place of which the store has the state as well: every third page.
+    assert_eq!((found.pages, found.missing.as_slice()), (6, [].as_slice()));
+    after.settle();
+    assert!(after.cache.store_report().planes.iter().all(|p| p.got_pages > 0 && p.not_got_pages == 0));
+    drop(after);
+    assert_left(NOTHING);
+    assert_eq!(mapped_by(service.client_pid()), 0);
+}
+
+/// The real client dies while an engine stores: requests go on with what device and host have, no page of any pool is lost, and
+/// once it is back what is computed then is stored again.
+#[test]
+fn an_engine_outlives_its_real_client() {
+    use crate::pools::{self, Shape, Sizes};
+    use sapwood::backend::store::Health;
+    let _alone = alone();
+    let Some(mut service) = Service::start("64 MB") else { return };
+    let shape = Shape::ALL.with_draft();
+    let store = mooncake(&service);
+    let mut engine = pools::Engine::new(shape, Sizes::TIGHT, Some(Arc::clone(&store)));
+    for n in 1..6 {
+        // Not settled: writes are under way when it dies.
+        engine.run(&pools::prompt(n, 6));
+    }
+    service.kill_client();
+    for n in 1..12 {
+        engine.run(&pools::prompt(n, 6));
+    }
+    engine.settle();
+    assert!(engine.cache.store_report().planes.iter().any(|p| p.not_put_pages > 0), "nobody noticed");
+    assert!(service.start_client());
+    until("the store is back", Duration::from_secs(10), || store.health() == Health::Up);
+    // The master places objects with the dead client until it notices.
+    let mut last = 20;
+    until("it stores again", Duration::from_secs(10), || {
+        let failed = |e: &pools::Engine| -> u64 {
+            e.cache.store_report().planes.iter().map(|p| p.not_put_pages).sum()
+        };
+        let before = failed(&engine);
+        last += 1;
+        engine.run(&pools::prompt(last, 9));
+        engine.settle();
+        failed(&engine) == before
+    });
+    drop(engine);
+    drop(store);
+    let mut after = pools::Engine::new(shape, Sizes::AMPLE, Some(mooncake(&service)));
+    let found = after.run(&pools::prompt(last, 9));
+    assert_eq!((found.pages, found.missing.as_slice()), (6, [].as_slice()));
+    after.settle();
+    drop(after);
+    assert_left(NOTHING);
 }
 
 /// The same with small pages in groups: pages of target and draft keep their names, and nothing is left behind.
@@ -127,7 +197,8 @@ fn r3_a_draft_on_the_real_client_in_groups() {
     let Some(service) = Service::start("64 MB") else { return };
     let grouped = || Arc::new(Grouped::with_object_bytes(mooncake(&service), 8 << 10)) as Arc<dyn Store>;
     survives_a_restart(true, ALONE, grouped);
-    assert_eq!((left(), mapped_by(service.client_pid())), (NOTHING, 0));
+    assert_left(NOTHING);
+    assert_eq!(mapped_by(service.client_pid()), 0);
     // Written in groups, read by an engine that does not group: misses, and no wrong byte.
     let mut plain = Engine::new(&geometry(true), ALONE, Some(mooncake(&service)));
     assert_eq!(plain.run(&prompt(1, PAGES)).pages, 0);
@@ -254,7 +325,7 @@ fn a_refused_draft_closes_or_falls_back_as_configured() {
             other => panic!("{other:?}"),
         }
         assert_eq!(store.registered(), 0, "everything was taken back");
-        assert_eq!(left(), NOTHING);
+        assert_left(NOTHING);
     }
     let store = Arc::new(Refusing::nth(MemStore::new(1 << 20), 2));
     let mut engine = fallback(Arc::clone(&store) as Arc<dyn Store>);
@@ -306,7 +377,7 @@ fn a_draft_refused_by_the_real_client_is_taken_back_there() {
             }
             (_, other) => panic!("{other:?}"),
         }
-        assert_eq!(left(), NOTHING);
+        assert_left(NOTHING);
     }
 }
 

@@ -10,7 +10,7 @@ use sapwood::backend::store::group::Grouped;
 use sapwood::backend::store::mooncake::{MooncakeConfig, MooncakeError, MooncakeStore};
 use sapwood::backend::store::{Call, Health, Outcome, RegisterError, Store, TransportCause};
 
-use crate::kit::{Arena, Left, alone, left, mapped_by, region, until};
+use crate::kit::{Arena, Left, alone, assert_left, mapped_by, region, until};
 use crate::service::Service;
 
 const MIB: usize = 1 << 20;
@@ -168,21 +168,21 @@ fn a_full_pool_refuses_item_by_item() {
 #[test]
 fn closing_leaves_no_thread_no_memory_and_no_mapping() {
     let _alone = alone();
-    assert_eq!(left(), NOTHING);
+    assert_left(NOTHING);
     let Some(service) = Service::start("16 MB") else { return };
     for by_close in [true, false] {
         let store = open(&service);
         let a = Arena::new(&store, MIB);
         a.fill(1, 0, MIB);
         assert_eq!(store.put(&[a.item(1, 0, MIB)], &call()), [Outcome::Ok(MIB)]);
-        assert!(left().threads == 1 && left().descriptors == 2);
+        assert_left(Left { threads: 1, descriptors: 2, mappings: 2 });
         assert_eq!(mapped_by(service.client_pid()), 2);
         drop(a);
         if by_close {
             store.close(Instant::now() + Duration::from_secs(10)).unwrap();
         }
         drop(store);
-        assert_eq!(left(), NOTHING);
+        assert_left(NOTHING);
         assert_eq!(mapped_by(service.client_pid()), 0);
     }
 }
@@ -194,7 +194,7 @@ fn nobody_there_is_an_error_and_leaves_nothing() {
     let refused = MooncakeStore::open(MooncakeConfig::at(port));
     assert!(matches!(refused, Err(MooncakeError::Unreachable { .. })), "{refused:?}");
     drop(refused);
-    assert_eq!(left(), NOTHING);
+    assert_left(NOTHING);
 }
 
 /// A server that answers every call with `answer(function)`: error number and body.
@@ -250,7 +250,7 @@ fn another_release_is_refused_by_name() {
             }
             other => panic!("{other:?}"),
         }
-        assert_eq!(left(), NOTHING);
+        assert_left(NOTHING);
     }
 }
 

@@ -549,6 +549,37 @@ fn unproven_writes_fill_the_quarantine_and_a_late_proof_empties_it() {
     assert_eq!(n.ds(0).stats().quarantine_proven, 1);
 }
 
+/// What would have read the sources of a write in doubt is gone: they are unpinned, and nothing else changes. The grant
+/// stays in quarantine until somebody proves it, and the proof may come later still.
+#[test]
+fn sources_of_a_write_in_doubt_come_back_before_its_end() {
+    let cfg = ReceiverConfig { hold_us: SEC, ..ReceiverConfig::default() };
+    let mut n = Net::new(Topology::single(2), Topology::single(2), SenderConfig::default(), cfg);
+    n.auto = false;
+    n.prefill(key(1, 1), 8);
+    n.decode(0, key(1, 1), 8, 8);
+    n.run(50 * MS);
+    let post = n.posts.last().unwrap().clone();
+    // Of a write that is under way nobody can say it.
+    n.finish(&post, Outcome::SourcesFree);
+    assert_eq!(n.ps(0).stats().completions_ignored, 1);
+    n.finish(&post, Outcome::FailedUnknown);
+    n.run(5 * SEC);
+    let s = n.ps(0).stats();
+    assert_eq!((s.unproven, s.unproven_pinning, n.ps(0).is_quiet()), (1, 1, false));
+    for _ in 0..2 {
+        n.finish(&post, Outcome::SourcesFree);
+        n.run(5 * SEC);
+        let unpinned = n.p_events.iter().filter(|e| matches!(e.1, Event::Unpin { .. })).count();
+        let s = n.ps(0).stats();
+        assert_eq!((unpinned, s.unproven, s.unproven_pinning, n.ps(0).is_quiet()), (1, 1, 0, true));
+        assert_eq!((n.ds(0).stats().quarantine_units, n.released.len()), (4, 0));
+    }
+    n.finish(&post, Outcome::FailedQuiet);
+    n.run(5 * SEC);
+    assert_eq!((n.ps(0).stats().unproven, n.released_how(0, key(1, 1))), (0, Some(How::Acked)));
+}
+
 /// A fence closes what a sender that never heard of the failure would go on writing.
 #[test]
 fn after_a_fence_the_sender_cannot_go_on_with_old_grants() {

@@ -11,7 +11,8 @@
 //! | [`tcp`] | the target, from its sockets | proven at once | proven at once | real networks |
 //! | `nixl` | the fabric (UCX) | no | no | feature `nixl`, library loaded at run time |
 //!
-//! One-sided fabrics have `revoke: false` and `fence: false`: a write that cannot be settled ends in quarantine.
+//! One-sided fabrics have `revoke: false` and `fence: false`: the destination of a write that cannot be settled ends in
+//! quarantine; its sources come back when what may read them is gone ([`Outcome::SourcesFree`]).
 //! Mooncake's transfer engine and Mori fit the same traits so. They are not built here: the machine this is
 //! tested on has no such device, and no registry carries a library with their C interface.
 
@@ -129,7 +130,7 @@ pub trait Writer: Send {
         blob: &[u8],
     ) -> Result<(), TransportError>;
     /// Posts a write. On an error nothing is posted; on `Ok` exactly one terminal outcome comes out of
-    /// [`Writer::poll`], and after `FailedUnknown` perhaps a second that settles it.
+    /// [`Writer::poll`], and after `FailedUnknown` perhaps one that frees the sources, and one that settles it.
     fn submit(
         &mut self,
         xfer: XferId,

@@ -5,7 +5,8 @@
 //! and not for the peer. Large records go from the socket straight into the page: two thirds of what a byte costs
 //! here are its copies, and the one through a buffer was the third. A batch is spread over [`STREAMS`] connections and is done when all of them have
 //! acknowledged their part. A broken connection leaves its batches *unknown*: bytes may be on their way into
-//! the target still. They settle when the peer attaches anew, which it does only after a fence.
+//! the target still. They settle when the peer attaches anew, which it does only after a fence. Their sources are free
+//! earlier, when the threads that read them have stopped.
 #![expect(unsafe_code, reason = "copies between registered memory; each block says why it is sound")]
 
 use std::collections::{BTreeMap, VecDeque};
@@ -372,9 +373,15 @@ struct Job {
 
 /// How one stream's part of a batch ended.
 enum Part {
-    Acked { bytes: u64, refused: bool },
+    Acked {
+        bytes: u64,
+        refused: bool,
+    },
+    /// Never begun.
     Quiet,
     Unknown,
+    /// Not an end: its sources are read no more.
+    Read,
 }
 
 #[derive(Debug)]
@@ -383,6 +390,8 @@ struct Batch {
     inc: Incarnation,
     attach: u32,
     left: usize,
+    /// Parts whose sources may be read.
+    reading: usize,
     bytes: u64,
     want: u64,
     failed: bool,
@@ -414,6 +423,7 @@ impl std::fmt::Debug for Part {
             Part::Acked { .. } => "acked",
             Part::Quiet => "quiet",
             Part::Unknown => "unknown",
+            Part::Read => "read",
         })
     }
 }
@@ -465,7 +475,9 @@ fn stream(
             socket = None;
             continue;
         }
-        if send_job(s, memory, &job).is_err() {
+        let sent = send_job(s, memory, &job);
+        let _ = parts.send((job.xfer, Part::Read));
+        if sent.is_err() {
             // The other thread sees the end and reports everything that was begun.
             let _ = s.shutdown(Shutdown::Both);
             socket = None;
@@ -611,7 +623,8 @@ impl Writer for TcpWriter {
             .batches
             .iter()
             .filter(|(_, b)| {
-                b.peer == peer && b.unknown && b.left == 0 && (b.inc != inc || b.attach < attach)
+                let other = b.inc != inc || b.attach < attach;
+                b.peer == peer && b.unknown && b.left == 0 && b.reading == 0 && other
             })
             .map(|(x, _)| *x)
             .collect();
@@ -642,6 +655,7 @@ impl Writer for TcpWriter {
             inc: link.inc,
             attach,
             left: parts.len(),
+            reading: parts.len(),
             bytes: 0,
             want,
             failed: false,
@@ -661,29 +675,39 @@ impl Writer for TcpWriter {
         out.append(&mut self.settled);
         for (xfer, part) in self.parts.try_iter() {
             let Some(b) = self.batches.get_mut(&xfer) else { continue };
-            b.left -= 1;
+            b.left -= usize::from(!matches!(part, Part::Read));
             match part {
                 Part::Acked { bytes, refused } => {
                     b.bytes += bytes;
                     b.failed |= refused;
                 }
-                Part::Quiet => b.failed = true,
+                Part::Quiet => (b.failed, b.reading) = (true, b.reading - 1),
                 Part::Unknown => b.unknown = true,
+                Part::Read => b.reading -= 1,
             }
             if b.left > 0 {
                 continue;
             }
+            let over = !matches!(part, Part::Read);
             let outcome = match (b.unknown, b.failed || b.bytes != b.want) {
                 (true, _) => Outcome::FailedUnknown,
                 (false, true) => Outcome::FailedQuiet,
                 (false, false) => Outcome::Ok { bytes: b.bytes },
             };
-            out.push(Done { xfer, outcome });
-            let newer = self.links.get(&b.peer).is_some_and(|l| l.inc != b.inc || l.attach > b.attach);
-            if outcome == Outcome::FailedUnknown && newer {
-                out.push(Done { xfer, outcome: Outcome::FailedQuiet });
+            if over {
+                out.push(Done { xfer, outcome });
             }
-            if outcome != Outcome::FailedUnknown || newer {
+            if outcome != Outcome::FailedUnknown {
+                self.batches.remove(&xfer);
+                continue;
+            }
+            if b.reading > 0 {
+                continue;
+            }
+            let newer = self.links.get(&b.peer).is_some_and(|l| l.inc != b.inc || l.attach > b.attach);
+            let outcome = if newer { Outcome::FailedQuiet } else { Outcome::SourcesFree };
+            out.push(Done { xfer, outcome });
+            if newer {
                 self.batches.remove(&xfer);
             }
         }

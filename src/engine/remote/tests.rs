@@ -9,7 +9,8 @@ use crate::pd::topo::{Rank, Topology};
 use crate::pd::wire::Prompt;
 use crate::pd::{Incarnation, PeerId};
 use crate::pool::{Capacities, Capacity};
-use crate::tiers::WritePolicy;
+use crate::tiers::{StateConfig, WindowConfig, WritePolicy};
+use crate::tree::Component as TreeComponent;
 
 const PAGES: u32 = 8;
 
@@ -207,6 +208,133 @@ fn a_room_that_fails_with_its_gap_out_gives_everything_back() {
     let counts = c.cache().page_counts(Tier::Device);
     assert_eq!((c.rooms(), counts.request_pages, counts.leaked_pages), (0, 0, 0));
     assert!(c.cache().sanity().is_empty());
+}
+
+/// A cache of a model with sliding windows of two pages and a recurrent state.
+fn hybrid() -> (SoftDevice, DecodeCache) {
+    let window = Plane::target(1, 16).in_pool(PoolKind::Window).on_model_layers([1]);
+    let state = Plane::state(1, 64).on_model_layers([2]);
+    let target = Plane::target(1, 16).on_model_layers([0]);
+    let g = Arc::new(Geometry::builder(4).plane(target).plane(window).plane(state).build().unwrap());
+    let pages = Capacity::Pages(PAGES);
+    let of = Capacities { full: pages, window: pages, state: Capacity::Pages(4) };
+    let device = SoftDevice::inline(g.clone(), of).unwrap();
+    let host = Capacity::Pages(16);
+    let cache = PrefixCache::builder(g)
+        .device(device.clone())
+        .window(WindowConfig { span_pages: 2, device: Capacity::Unlimited, host })
+        .state(StateConfig { device: Capacity::Unlimited, host })
+        .host_pages(host)
+        .write_policy(WritePolicy::WriteThrough { threshold: 1 });
+    (device, DecodeCache::new(cache.build().unwrap()))
+}
+
+fn hybrid_want(full: u32, window: u32) -> Want {
+    Want { full, window, state: 1, ring: 0 }
+}
+
+/// Grants and commits a prompt of `pages` whole pages, of which none is there.
+fn arrive_hybrid(c: &mut DecodeCache, k: RoomKey, pages: u32, salt: u32) -> Destination {
+    let prefix = c.open(k, NamespaceId::DEFAULT, &tokens(pages * 4, salt)).unwrap();
+    assert_eq!(prefix.pages, 0);
+    let mut granted = c.reserve(k, &hybrid_want(pages, 2)).unwrap();
+    let dest = granted.destination().clone();
+    let all = granted.commit(0..pages as usize).unwrap();
+    c.commit(k, all);
+    dest
+}
+
+fn nothing_is_lost(c: &mut DecodeCache) {
+    settle(c);
+    for pool in [TreeComponent::Window, TreeComponent::State] {
+        let n = c.cache().core().component_counts(pool, Tier::Device);
+        assert_eq!((n.request_pages, n.in_flight_pages, n.leaked_pages), (0, 0, 0), "{pool:?}");
+    }
+    let n = c.cache().page_counts(Tier::Device);
+    assert_eq!((n.request_pages, n.in_flight_pages, n.leaked_pages), (0, 0, 0));
+    assert!(c.cache().sanity().is_empty());
+}
+
+/// What came along is published with its pages: the end of the window and the state, and no window page that did not come.
+#[test]
+fn the_window_and_the_state_of_a_room_are_published() {
+    let (_d, mut c) = hybrid();
+    let shape = ModelShape { window_tokens: 8, ..shape() };
+    let l = layer_first_layout(c.cache().geometry(), |_| PAGES, shape).unwrap();
+    let topo = Topology::single(3);
+    assert_eq!(l.validate(&topo, Rank::default()), Ok(()));
+    let r = Receiver::new(Incarnation(1), ReceiverConfig::default(), 1, topo, Rank::default(), l, Vec::new());
+    assert_eq!(r.unwrap().want(20, 0), hybrid_want(5, 2));
+    let dest = arrive_hybrid(&mut c, key(1), 5, 0);
+    assert_eq!((dest.full.len(), dest.window.len(), dest.state.len()), (5, 2, 1));
+    let parts = c.components(key(1)).unwrap();
+    assert_eq!((parts.window_from, numbers(&parts.window)), (3, dest.window));
+    assert_eq!(parts.state.map(|s| s.0), Some(dest.state[0]));
+    assert_eq!(c.finish(key(1), Fence::SETTLED).unwrap().unwrap().published_tokens, 20);
+    let cached = |c: &DecodeCache, pool| c.cache().core().component_counts(pool, Tier::Device).cached_pages;
+    assert_eq!((cached(&c, TreeComponent::Window), cached(&c, TreeComponent::State)), (2, 1));
+    // All of it is a prefix of a longer prompt, but not its beginning, where the window is not.
+    assert_eq!(c.open(key(2), NamespaceId::DEFAULT, &tokens(24, 0)).unwrap().pages, 5);
+    assert_eq!(c.open(key(3), NamespaceId::DEFAULT, &tokens(12, 0)).unwrap().pages, 0);
+    assert!(c.give_up(key(2)) && c.give_up(key(3)));
+    nothing_is_lost(&mut c);
+}
+
+/// The restore of a prompt with window and state breaks and is topped up: what came in two parts is published as one.
+#[test]
+fn a_topped_up_room_with_window_and_state_is_published() {
+    let (d, mut c) = hybrid();
+    arrive_hybrid(&mut c, key(1), 4, 0);
+    c.finish(key(1), Fence::SETTLED).unwrap();
+    settle(&mut c);
+    arrive_hybrid(&mut c, key(2), 8, 1000);
+    c.finish(key(2), Fence::SETTLED).unwrap();
+    settle(&mut c);
+    d.inject(SoftFault { skip_jobs: 0, after_units: 1, fault: CopyFault { code: 5, quiescent: true } });
+    let t = tokens(20, 0);
+    let prefix = c.open(key(3), NamespaceId::DEFAULT, &t).unwrap();
+    assert_eq!(prefix, Prefix { pages: 4, restoring: true });
+    let mut granted = c.reserve(key(3), &hybrid_want(1, 1)).unwrap();
+    settle(&mut c);
+    assert_eq!(c.restore(key(3)).unwrap(), Restore::Failed { from: 0 });
+    let gap = c.reserve_gap(key(3), &Want { full: 4, window: 1, state: 0, ring: 0 }).unwrap();
+    let part = |list: fn(&Destination) -> &Vec<u32>| {
+        [list(gap.destination()).clone(), list(granted.destination()).clone()].concat()
+    };
+    let (full, window, state) = (part(|d| &d.full), part(|d| &d.window), part(|d| &d.state));
+    assert_eq!((full.len(), window.len(), state.len()), (5, 2, 1));
+    let all = granted.commit(0..1).unwrap();
+    c.commit(key(3), all);
+    let parts = c.components(key(3)).unwrap();
+    assert_eq!((parts.window_from, numbers(&parts.window)), (3, window));
+    assert_eq!(parts.state.map(|s| s.0), Some(state[0]));
+    assert_eq!(c.finish(key(3), Fence::SETTLED).unwrap().unwrap().published_tokens, 20);
+    drop(gap);
+    settle(&mut c);
+    assert_eq!(c.open(key(4), NamespaceId::DEFAULT, &t).unwrap(), Prefix { pages: 5, restoring: false });
+    assert_eq!(numbers(&c.pages(key(4))), full);
+    assert!(c.give_up(key(4)));
+    nothing_is_lost(&mut c);
+    c.cache_mut().close(Duration::from_secs(1));
+}
+
+/// A layout with what the cache has no pool for, or without what it has: refused by name, and nothing is held.
+#[test]
+fn components_that_only_one_side_has_are_refused() {
+    for (mut c, wants) in [
+        (
+            cache(0).1,
+            [Want { window: 1, ..want(1) }, Want { state: 1, ..want(1) }, Want { ring: 1, ..want(1) }],
+        ),
+        (hybrid().1, [want(1), Want { window: 1, ..want(1) }, Want { state: 1, ..want(1) }]),
+    ] {
+        c.open(key(1), NamespaceId::DEFAULT, &tokens(4, 0)).unwrap();
+        for w in wants {
+            assert!(matches!(c.reserve(key(1), &w), Err(ReserveRefused::NoSuchPool)), "{w:?}");
+        }
+        assert!(c.give_up(key(1)));
+        nothing_is_lost(&mut c);
+    }
 }
 
 #[test]

@@ -123,6 +123,9 @@ pub enum Outcome {
     FailedQuiet,
     /// Failed or timed out; it may still land. A second report for the same write may settle it.
     FailedUnknown,
+    /// After [`Outcome::FailedUnknown`]: nobody reads the sources of the write any more, as what would have is gone. It
+    /// may still land, so this proves nothing to the other side.
+    SourcesFree,
 }
 
 /// Work for the driver.
@@ -225,8 +228,10 @@ pub struct SenderStats {
     pub in_flight: usize,
     /// Packed chunks under way, and gathers.
     pub staged: usize,
-    /// Writes whose end could not be proved; their sources stay pinned.
+    /// Writes whose end could not be proved.
     pub unproven: usize,
+    /// Of them those whose sources stay pinned, as they may still be read.
+    pub unproven_pinning: usize,
     /// Closed rooms remembered.
     pub tombs: usize,
     /// Closed grants remembered, all peers.
@@ -386,6 +391,7 @@ impl Sender {
             in_flight: self.writes.in_flight(),
             staged: self.staging.len() + self.staging.gathering(),
             unproven: self.writes.unproven(),
+            unproven_pinning: self.writes.pinning(),
             tombs: self.tombs.len(),
             closed: self.regs.values().map(|r| r.closed.len()).sum(),
             ..self.stats
@@ -509,10 +515,10 @@ impl Sender {
         }
     }
 
-    /// Whether no write is posted or unproven, and nothing is being gathered.
+    /// Whether nothing reads our memory: no write is posted, none without a proven end may, nothing is being gathered.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
-        self.writes.in_flight() == 0 && self.writes.unproven() == 0 && self.staging.gathering() == 0
+        self.writes.in_flight() == 0 && self.writes.pinning() == 0 && self.staging.gathering() == 0
     }
 
     /// The votes of this rank on the rooms of a tick, for a collective group.

@@ -57,6 +57,8 @@ struct Flight {
     bytes: u64,
     /// The end could not be proved.
     unproven: bool,
+    /// It is unproven, and nobody reads its sources any more.
+    let_go: bool,
     /// It is a packed block of this name. With a buffer it reads that one, and no source.
     block: Option<(ChunkId, Option<u32>)>,
 }
@@ -74,6 +76,8 @@ pub(super) struct Writes {
     queue: VecDeque<Chunk>,
     flights: BTreeMap<XferId, Flight>,
     unproven: usize,
+    /// Of them those that may still read their sources.
+    pinning: usize,
     busy: BTreeMap<(PeerId, Incarnation, Serial), Busy>,
     next: u64,
 }
@@ -85,6 +89,10 @@ impl Writes {
 
     pub(super) fn unproven(&self) -> usize {
         self.unproven
+    }
+
+    pub(super) fn pinning(&self) -> usize {
+        self.pinning
     }
 
     pub(super) fn refers_to(&self, peer: PeerId) -> bool {
@@ -278,7 +286,7 @@ impl Sender {
         self.writes.busy.entry((chunk.peer, chunk.inc, chunk.serial)).or_default().posted += 1;
         let tag = Tag::new(chunk.inc, chunk.serial);
         self.actions.push_back(Action::Write { xfer, peer: chunk.peer, attach, tag, copies });
-        self.writes.flights.insert(xfer, Flight { chunk, bytes, unproven: false, block });
+        self.writes.flights.insert(xfer, Flight { chunk, bytes, unproven: false, let_go: false, block });
     }
 
     /// A write ended. A second report of one that ended without proof settles it; everything else that is
@@ -289,6 +297,9 @@ impl Sender {
             return;
         };
         let was_unproven = flight.unproven;
+        if outcome == Outcome::SourcesFree {
+            return self.sources_free(now, xfer);
+        }
         if outcome == Outcome::FailedUnknown {
             if was_unproven {
                 self.stats.completions_ignored += 1;
@@ -301,6 +312,7 @@ impl Sender {
             let key = flight.chunk.key;
             let slot = (flight.chunk.peer, flight.chunk.inc, flight.chunk.serial);
             self.writes.unproven += 1;
+            self.writes.pinning += 1;
             if let Some(b) = self.writes.busy.get_mut(&slot) {
                 b.posted -= 1;
                 b.unproven += 1;
@@ -315,20 +327,12 @@ impl Sender {
         let slot = (c.peer, c.inc, c.serial);
         if was_unproven {
             self.writes.unproven -= 1;
-            if let Some((_, Some(_))) = block {
-                self.staging.find_buffer();
-            }
         }
         if let Some(b) = self.writes.busy.get_mut(&slot) {
             if was_unproven { b.unproven -= 1 } else { b.posted -= 1 }
         }
-        match block {
-            Some((_, Some(buffer))) => self.staging.free_buffer(buffer),
-            Some((_, None)) | None => {
-                if let Some(room) = self.rooms.get_mut(&c.key) {
-                    room.reading -= 1;
-                }
-            }
+        if !flight.let_go {
+            self.let_go(c.key, block, was_unproven);
         }
         match outcome {
             _ if was_unproven => {}
@@ -349,6 +353,37 @@ impl Sender {
         }
         self.answer_if_quiet(slot);
         self.try_unpin(now, c.key);
+        self.pump(now);
+    }
+
+    /// A write reads its sources, or its buffer, no more.
+    fn let_go(&mut self, key: RoomKey, block: Option<(ChunkId, Option<u32>)>, was_unproven: bool) {
+        self.writes.pinning -= usize::from(was_unproven);
+        match block {
+            Some((_, Some(buffer))) => {
+                if was_unproven {
+                    self.staging.find_buffer();
+                }
+                self.staging.free_buffer(buffer);
+            }
+            Some((_, None)) | None => {
+                if let Some(room) = self.rooms.get_mut(&key) {
+                    room.reading -= 1;
+                }
+            }
+        }
+    }
+
+    /// The sources of an unproven write are free, while its end stays in doubt: the other side hears nothing of it.
+    fn sources_free(&mut self, now: Time, xfer: XferId) {
+        let Some(flight) = self.writes.flights.get_mut(&xfer).filter(|f| f.unproven && !f.let_go) else {
+            self.stats.completions_ignored += 1;
+            return;
+        };
+        flight.let_go = true;
+        let (key, block) = (flight.chunk.key, flight.block);
+        self.let_go(key, block, true);
+        self.try_unpin(now, key);
         self.pump(now);
     }
 

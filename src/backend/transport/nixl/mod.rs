@@ -8,8 +8,12 @@
 //! With the package nixl-cu12 1.5.1 a process must have `UCX_MODULES=^ib` in its environment where there is no
 //! InfiniBand: its copy of libnl crashes in an exit handler once that module has been loaded, in any program.
 //!
+//! A write in doubt may read its sources for as long as the agent lives that posted it. So when nothing else is under
+//! way the agent is torn down and a new one takes its place; then the sources are free
+//! ([`Outcome::SourcesFree`]). What the target's side still gets stays unknown.
+//!
 //! A missing library, function or plugin is an error value. Whoever holds a handle of a write that has not
-//! ended keeps the agent and the memory for good instead of giving them back under it.
+//! ended when the writer is dropped keeps the agent and the memory for good instead of giving them back under it.
 #![expect(unsafe_code, reason = "hands memory to a C library; each block says why it stays good")]
 
 mod api;
@@ -19,7 +23,7 @@ mod tests;
 use std::ffi::CString;
 use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -164,6 +168,8 @@ struct Peer {
     attach: u32,
     name: Arc<CString>,
     regions: Regions,
+    /// To introduce it to the next agent.
+    metadata: Vec<u8>,
 }
 
 #[derive(Debug)]
@@ -174,12 +180,24 @@ struct Job {
     bytes: u64,
 }
 
+/// What owner and worker share: the agent of now, and whom it knows.
+#[derive(Debug)]
+struct Shared {
+    // Dropped in order: the agent lets go of the memory before the memory goes.
+    agent: Arc<Agent>,
+    peers: Map<PeerId, Peer>,
+}
+
+fn lock(shared: &Mutex<Shared>) -> MutexGuard<'_, Shared> {
+    // Every change is one insertion or one assignment, so a panic elsewhere leaves nothing half done.
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// The prefill side: a thread posts writes and asks how they are.
 #[derive(Debug)]
 pub struct NixlWriter {
-    agent: Arc<Agent>,
+    shared: Arc<Mutex<Shared>>,
     memory: Memory,
-    peers: Map<PeerId, Peer>,
     jobs: Option<Sender<Job>>,
     done: Receiver<Done>,
     worker: Option<JoinHandle<()>>,
@@ -189,16 +207,18 @@ impl NixlWriter {
     /// A writer of incarnation `me` over this memory. `library` as for [`NixlTarget::new`].
     pub fn new(me: Incarnation, library: Option<&Path>, memory: Memory) -> Result<NixlWriter, NixlError> {
         let agent = Arc::new(agent(library, &name_of(me), &memory)?);
+        let shared = Arc::new(Mutex::new(Shared { agent: agent.clone(), peers: Map::default() }));
         let (jobs, work) = unbounded();
         let (report, done) = unbounded();
-        let (a, m) = (agent.clone(), memory.clone());
+        let next = Next { library: library.map(Path::to_path_buf), name: name_of(me), made: 0 };
+        let (s, m) = (shared.clone(), memory.clone());
+        let worker =
+            Worker { agent, next, shared: s, memory: m, active: Vec::new(), lost: Vec::new(), report };
         let worker = std::thread::Builder::new()
             .name("sapwood-nixl".into())
-            .spawn(move || {
-                Worker { agent: a, memory: m, active: Vec::new(), lost: Vec::new(), report }.run(&work)
-            })
+            .spawn(move || worker.run(&work))
             .map_err(|e| NixlError::Thread(e.kind()))?;
-        Ok(NixlWriter { agent, memory, peers: Map::default(), jobs: Some(jobs), done, worker: Some(worker) })
+        Ok(NixlWriter { shared, memory, jobs: Some(jobs), done, worker: Some(worker) })
     }
 }
 
@@ -216,18 +236,20 @@ impl Writer for NixlWriter {
     ) -> Result<(), TransportError> {
         let bad = || TransportError::Descriptor { bytes: blob.len() };
         let (regions, metadata) = parse(blob).ok_or_else(bad)?;
-        let name = self.agent.load_remote(metadata).map_err(|_| bad())?;
+        let mut shared = lock(&self.shared);
+        let name = shared.agent.load_remote(metadata).map_err(|_| bad())?;
         if name.to_bytes() != name_of(inc).as_bytes() {
-            self.agent.forget_remote(&name);
+            shared.agent.forget_remote(&name);
             return Err(bad());
         }
-        let old = self.peers.insert(peer, Peer { attach, name: Arc::new(name), regions });
+        let metadata = metadata.to_vec();
+        let old = shared.peers.insert(peer, Peer { attach, name: Arc::new(name), regions, metadata });
         // Not while a write to the old one is under way, or ended without proof.
         if let Some(old) = old
             && Arc::strong_count(&old.name) == 1
             && *old.name.as_bytes() != *name_of(inc).as_bytes()
         {
-            self.agent.forget_remote(&old.name);
+            shared.agent.forget_remote(&old.name);
         }
         Ok(())
     }
@@ -240,7 +262,8 @@ impl Writer for NixlWriter {
         _tag: Tag,
         copies: &[Copy],
     ) -> Result<(), TransportError> {
-        let p = self.peers.get(&peer).filter(|p| p.attach == attach);
+        let shared = lock(&self.shared);
+        let p = shared.peers.get(&peer).filter(|p| p.attach == attach);
         let p = p.ok_or(TransportError::NotAttached(peer))?;
         let mut job = Job { xfer, to: p.name.clone(), copies: Vec::with_capacity(copies.len()), bytes: 0 };
         for c in copies {
@@ -273,11 +296,20 @@ impl Drop for NixlWriter {
     }
 }
 
+/// How to make the next agent.
+struct Next {
+    library: Option<PathBuf>,
+    name: String,
+    made: u64,
+}
+
 struct Worker {
     agent: Arc<Agent>,
+    next: Next,
+    shared: Arc<Mutex<Shared>>,
     memory: Memory,
     active: Vec<(Job, Request)>,
-    /// Ended without proof: they may read our memory and write the other side's for as long as they like.
+    /// Ended without proof: they may read our memory and write the other side's for as long as the agent lives.
     lost: Vec<(Job, Request)>,
     report: Sender<Done>,
 }
@@ -300,14 +332,48 @@ impl Worker {
                 std::thread::sleep(POLL_PAUSE);
             }
             self.look();
+            if self.active.is_empty() && !self.lost.is_empty() && closing.is_none() {
+                self.renew();
+            }
             if closing.is_some_and(|limit| self.active.is_empty() || Instant::now() > limit) {
                 break;
             }
         }
         if !(self.active.is_empty() && self.lost.is_empty()) {
             // Something may still use them.
-            let _ = ManuallyDrop::new((self.agent, self.memory, self.active, self.lost));
+            let _ = ManuallyDrop::new((self.agent, self.shared, self.memory, self.active, self.lost));
         }
+    }
+
+    /// Tears the agent down that writes in doubt were posted with, and puts another in its place. Without another
+    /// everything stays as it is, and the sources pinned; the next write in doubt is the next occasion.
+    fn renew(&mut self) {
+        self.next.made += 1;
+        let name = format!("{}-{}", self.next.name, self.next.made);
+        let fresh = match agent(self.next.library.as_deref(), &name, &self.memory) {
+            Ok(fresh) => Arc::new(fresh),
+            Err(error) => {
+                tracing::warn!(%error, "sapwood: writes in doubt keep their sources, as there is no second agent");
+                return;
+            }
+        };
+        let mut shared = lock(&self.shared);
+        for peer in shared.peers.values() {
+            // To one that is not known any more a write fails before it is posted.
+            let _ = fresh.load_remote(&peer.metadata);
+        }
+        shared.agent = fresh.clone();
+        drop(shared);
+        let old = std::mem::replace(&mut self.agent, fresh);
+        let mut free = Vec::new();
+        for (job, request) in self.lost.drain(..) {
+            old.release(request);
+            free.push(job.xfer);
+        }
+        // The last one: nobody clones it but under the lock, and gives it back there.
+        debug_assert_eq!(Arc::strong_count(&old), 1);
+        drop(old);
+        free.into_iter().for_each(|xfer| self.end(xfer, Outcome::SourcesFree));
     }
 
     fn end(&self, xfer: XferId, outcome: Outcome) {
@@ -325,6 +391,8 @@ impl Worker {
         // SAFETY: the sources lie in `memory`, which is registered and kept, and are pinned by whoever submitted
         // the write until it is reported.
         let status = unsafe { self.agent.post(&request) };
+        #[cfg(test)]
+        let status = if tests::DOUBT.with_value(job.xfer) { -1 } else { status };
         self.settle(job, request, status);
     }
 

@@ -1,3 +1,5 @@
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use super::*;
 use crate::backend::region::Region;
 use crate::pd::ids::Serial;
@@ -6,6 +8,17 @@ const P: Incarnation = Incarnation(0xA);
 const D: Incarnation = Incarnation(0xD);
 const PEER: PeerId = PeerId(3);
 const POOL: usize = 1 << 20;
+
+/// The one write of this process that is reported in doubt, whatever became of it.
+pub(super) struct Doubt(AtomicU64);
+
+pub(super) static DOUBT: Doubt = Doubt(AtomicU64::new(u64::MAX));
+
+impl Doubt {
+    pub(super) fn with_value(&self, xfer: XferId) -> bool {
+        self.0.load(Ordering::Relaxed) == xfer.0
+    }
+}
 
 fn region() -> Memory {
     Memory::new(vec![Arc::new(Region::anonymous(POOL).unwrap())])
@@ -97,4 +110,42 @@ fn bytes_arrive_and_odd_calls_are_refused() {
     assert!(matches!(writer.submit(XferId(3), PEER, 1, tag, &copies), Err(TransportError::NotAttached(_))));
     assert_eq!(target.fence(P, 0), Fence::Unproven);
     assert_eq!(target.revoke(tag), Revoked::Pending);
+}
+
+/// A write ends in doubt: its agent is torn down, its sources come back, and writes go on with the next agent.
+#[test]
+fn a_write_in_doubt_costs_the_agent_and_gives_its_sources_back() {
+    if !installed() {
+        return;
+    }
+    let (src, dst) = (region(), region());
+    // SAFETY: nothing else uses the memory yet.
+    unsafe { src.write(0, 0, &[7; POOL]).unwrap() };
+    let target = NixlTarget::new(Incarnation(0xD2), None, dst.clone()).unwrap();
+    let mut writer = NixlWriter::new(Incarnation(0xA2), None, src).unwrap();
+    writer.attach(PEER, Incarnation(0xD2), 0, &target.descriptor()).unwrap();
+    let tag = Tag::new(D, Serial(1));
+    let whole = [Copy { src_region: 0, src_off: 0, dst_region: 0, dst_off: 0, len: POOL as u64 }];
+    let next = |writer: &mut NixlWriter, n: usize| {
+        let (mut out, limit) = (Vec::new(), Instant::now() + Duration::from_secs(60));
+        while out.len() < n {
+            writer.poll(&mut out);
+            assert!(Instant::now() < limit, "{out:?}");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        out.into_iter().map(|d: Done| (d.xfer.0, d.outcome)).collect::<Vec<_>>()
+    };
+    for (good, doubt) in [(9001, 9002), (9003, 9004)] {
+        writer.submit(XferId(good), PEER, 0, tag, &whole).unwrap();
+        assert_eq!(next(&mut writer, 1), [(good, Outcome::Ok { bytes: POOL as u64 })]);
+        DOUBT.0.store(doubt, Ordering::Relaxed);
+        writer.submit(XferId(doubt), PEER, 0, tag, &whole).unwrap();
+        assert_eq!(next(&mut writer, 2), [(doubt, Outcome::FailedUnknown), (doubt, Outcome::SourcesFree)]);
+    }
+    writer.submit(XferId(9005), PEER, 0, tag, &whole).unwrap();
+    assert_eq!(next(&mut writer, 1), [(9005, Outcome::Ok { bytes: POOL as u64 })]);
+    let mut got = vec![0; POOL];
+    // SAFETY: no write is under way.
+    unsafe { dst.read(0, 0, &mut got).unwrap() };
+    assert!(got.iter().all(|b| *b == 7));
 }

@@ -48,6 +48,15 @@ pub(crate) struct Args {
     /// Give the model a draft: in layers of its own behind the target's in each page, or in a plane of its own
     #[arg(long, value_enum, default_value = "none")]
     pub(crate) draft: Draft,
+    /// What the model has: `full` attention, and beside it sliding `window` layers, a recurrent `state`, or both
+    #[arg(long, value_name = "LIST", value_enum, value_delimiter = ',', default_value = "full")]
+    pub(crate) components: Vec<Part>,
+    /// Tokens that a sliding window reaches back
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = at_least_one_u32)]
+    pub(crate) window_tokens: u32,
+    /// Slots for states on the device; the host has four times as many
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = state_slots)]
+    pub(crate) state_slots: u32,
     /// Cap on the bytes of the store [default: 1 GiB in memory, 64 GiB in a directory]
     #[arg(long, value_name = "BYTES", value_parser = store_bytes)]
     pub(crate) store_bytes: Option<u64>,
@@ -153,6 +162,14 @@ pub(crate) enum Draft {
     Sidecar,
 }
 
+/// `--components`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum Part {
+    Full,
+    Window,
+    State,
+}
+
 /// `--write-policy`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum Policy {
@@ -184,6 +201,8 @@ pub(crate) enum Conflict {
     StoreWithoutHost,
     #[error("--write-policy other than none needs --host-pages above 0")]
     PolicyWithoutHost,
+    #[error("--components needs `full`: windows and states lie beside it")]
+    NoFull,
 }
 
 impl Args {
@@ -194,6 +213,9 @@ impl Args {
         }
         if self.host_pages == 0 && self.write_policy != Policy::None {
             return Err(Conflict::PolicyWithoutHost);
+        }
+        if !self.components.contains(&Part::Full) {
+            return Err(Conflict::NoFull);
         }
         Ok(())
     }
@@ -207,9 +229,17 @@ impl Args {
         }
     }
 
+    /// Whether the model has such a component.
+    pub(crate) fn has(&self, part: Part) -> bool {
+        self.components.contains(&part)
+    }
+
     /// True when the oracle's assumptions hold, so that the result must equal its count.
     pub(crate) fn oracle_is_exact(&self) -> bool {
-        self.sequential && self.device_pages == DevicePages::Unlimited && self.abort_rate == 0.0
+        self.sequential
+            && self.device_pages == DevicePages::Unlimited
+            && self.abort_rate == 0.0
+            && self.components == [Part::Full]
     }
 }
 
@@ -265,6 +295,10 @@ fn device_pages(text: &str) -> Result<DevicePages, BadValue> {
         return Ok(DevicePages::Unlimited);
     }
     bounded(text, 1, sapwood::base::limits::POOL_PAGES_MAX.into()).map(|v| DevicePages::Pages(v as u32))
+}
+
+fn state_slots(text: &str) -> Result<u32, BadValue> {
+    bounded(text, 2, 1 << 24).map(|v| v as u32)
 }
 
 fn at_least_one_u32(text: &str) -> Result<u32, BadValue> {
@@ -350,6 +384,9 @@ mod tests {
             "--store redis://nowhere",
             "--store s3://",
             "--draft sometimes",
+            "--components linear",
+            "--window-tokens 0",
+            "--state-slots 1",
             "--lenient",
             "--bogus",
         ] {
@@ -359,7 +396,11 @@ mod tests {
 
     #[test]
     fn options_that_do_not_go_together() {
-        for line in ["--store /tmp/x --host-pages 0", "--host-pages 0 --write-policy write-back"] {
+        for line in [
+            "--store /tmp/x --host-pages 0",
+            "--host-pages 0 --write-policy write-back",
+            "--components window",
+        ] {
             assert!(parse(line).unwrap().check().is_err(), "{line} was accepted");
         }
     }

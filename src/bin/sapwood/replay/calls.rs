@@ -13,6 +13,7 @@ use sapwood::tiers::{Alloc, Checkpoint, LoadBack, LoadState, MatchInfo, Prefetch
 
 use super::error::RunError;
 use super::hist::{Histogram, Quantiles};
+use super::model::Places;
 
 /// Kinds of calls, in the order of [`NAMES`].
 #[derive(Clone, Copy)]
@@ -192,12 +193,25 @@ impl Calls {
         self.ranks[0].pages(&request.ranks[0])
     }
 
-    /// The page table of each rank.
-    pub(crate) fn tables<'a>(
+    /// Where the pages of a request lie, on each rank.
+    pub(crate) fn places<'a>(
         &'a self,
         request: &'a OnRanks,
-    ) -> impl Iterator<Item = Result<&'a [PageId], CacheError>> {
-        self.ranks.iter().zip(&request.ranks).map(|(cache, request)| cache.pages(request))
+    ) -> impl Iterator<Item = Result<Places<'a>, CacheError>> {
+        self.ranks.iter().zip(&request.ranks).map(|(cache, request)| {
+            let config = cache.core().config();
+            let components = match config.window.is_some() || config.state.is_some() {
+                true => Some(cache.components(request)?),
+                false => None,
+            };
+            Ok(Places { table: cache.pages(request)?, components })
+        })
+    }
+
+    /// Whether the request has to be given a slot for its state before it computes.
+    pub(crate) fn lacks_state(&self, request: &OnRanks) -> Result<bool, CacheError> {
+        let cache = &self.ranks[0];
+        Ok(cache.core().config().state.is_some() && cache.components(&request.ranks[0])?.state.is_none())
     }
 
     /// `last_use` is one fence for each rank.

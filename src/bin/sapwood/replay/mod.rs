@@ -33,6 +33,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use sapwood::base::Tier;
 use sapwood::engine::PrefixCache;
+use sapwood::tree::Component;
 
 pub(crate) use args::Args;
 use error::{InputError, RunError};
@@ -231,6 +232,9 @@ fn counters(cache: &PrefixCache) -> BTreeMap<&'static str, u64> {
         ("backup_failed_pages", stats.backup_failed_pages),
         ("loaded_pages", stats.loaded_pages),
         ("load_failed_pages", stats.load_failed_pages),
+        ("component_evicted_pages", stats.component_evicted_pages),
+        ("component_unsaved_pages", stats.component_unsaved_pages),
+        ("component_prefetched_pages", stats.component_prefetched_pages),
         ("store_put_pages", stats.store_put_pages),
         ("store_put_failed_pages", stats.store_put_failed_pages),
         ("store_put_dropped_pages", stats.store_put_dropped_pages),
@@ -248,8 +252,13 @@ fn counters(cache: &PrefixCache) -> BTreeMap<&'static str, u64> {
 
 /// What is neither free nor cached when nothing runs any more is lost, whoever the cache thinks owns it.
 fn pages(cache: &PrefixCache, tier: Tier) -> Pages {
-    let counts = cache.page_counts(tier);
-    let (capacity, free) = (u64::from(counts.capacity_pages), u64::from(counts.free_pages));
-    let cached = u64::from(counts.cached_pages);
-    Pages { capacity, free, cached, leaked: capacity.saturating_sub(free + cached) }
+    let mut all = Pages { capacity: 0, free: 0, cached: 0, leaked: 0 };
+    let components = [Component::Window, Component::State].map(|c| cache.component_counts(c, tier));
+    for counts in std::iter::once(cache.page_counts(tier)).chain(components) {
+        all.capacity += u64::from(counts.capacity_pages);
+        all.free += u64::from(counts.free_pages);
+        all.cached += u64::from(counts.cached_pages);
+    }
+    all.leaked = all.capacity.saturating_sub(all.free + all.cached);
+    all
 }

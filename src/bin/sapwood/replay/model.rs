@@ -8,13 +8,23 @@ use sapwood::backend::device::SoftDevice;
 use sapwood::backend::host::{MemoryError, POISON_BYTE};
 use sapwood::base::{Fence, PageId};
 use sapwood::pool::{Geometry, PlaneId, PoolKind};
+use sapwood::tiers::RequestComponents;
 
 use super::stamp::{Prefix, fill, first_wrong, salt};
 use super::tokens::mix;
 
+/// Where the pages of a request lie.
+pub(crate) struct Places<'a> {
+    /// One page for each page of tokens.
+    pub(crate) table: &'a [PageId],
+    /// Window pages and states, where the model has any.
+    pub(crate) components: Option<RequestComponents>,
+}
+
 /// One plane as the loops below need it.
 struct PlaneShape {
     id: PlaneId,
+    pool: PoolKind,
     layers: u32,
     parts: usize,
     row_bytes: usize,
@@ -65,9 +75,9 @@ pub(crate) struct Model {
 
 impl Model {
     pub(crate) fn new(device: SoftDevice, geometry: &Arc<Geometry>, rank: usize) -> Model {
-        let planes = geometry.planes().iter().enumerate().filter(|(_, p)| p.pool() == PoolKind::Full);
-        let planes = planes.map(|(i, p)| PlaneShape {
+        let planes = geometry.planes().iter().enumerate().map(|(i, p)| PlaneShape {
             id: PlaneId(i as u8),
+            pool: p.pool(),
             layers: p.layers(),
             parts: p.parts() as usize,
             row_bytes: p.row_bytes() as usize,
@@ -78,23 +88,23 @@ impl Model {
         Model { device, rank_salt, page_tokens, planes, rows: Vec::new(), pages_verified: 0 }
     }
 
-    /// Writes the KV of tokens `from..to` of a request with this page table. The fence lies behind the work.
+    /// Writes the KV of tokens `from..to` of a request with these pages, and its state. The fence lies behind the work.
     pub(crate) fn compute(
         &mut self,
-        table: &[PageId],
+        places: &Places<'_>,
         prefix: &Prefix,
         from: usize,
         to: usize,
     ) -> Result<Fence, MemoryError> {
         let fence = self.device.compute_begin();
-        let result = self.write(table, prefix, from, to);
+        let result = self.write(places, prefix, from, to);
         self.device.compute_end(fence);
         result.map(|()| fence)
     }
 
     fn write(
         &mut self,
-        table: &[PageId],
+        places: &Places<'_>,
         prefix: &Prefix,
         from: usize,
         to: usize,
@@ -104,36 +114,66 @@ impl Model {
             let (page, first) = (at / self.page_tokens, at % self.page_tokens);
             let end = to.min((page + 1) * self.page_tokens);
             let states = prefix.range(at, end);
-            for plane in &self.planes {
-                let part_bytes = states.len() * plane.row_bytes;
-                self.rows.resize(part_bytes * plane.parts, 0);
-                for layer in 0..plane.layers {
-                    for (part, rows) in self.rows.chunks_exact_mut(part_bytes).enumerate() {
-                        let salt = self.rank_salt ^ salt(plane.id.0, layer, part);
-                        fill(states, salt, plane.row_bytes, rows);
-                    }
-                    self.device.write_rows(plane.id, table[page], layer, first as u32, &self.rows)?;
-                }
+            self.write_page(PoolKind::Full, places.table[page], first, states)?;
+            if let Some(parts) = &places.components
+                && let Some(&page) =
+                    page.checked_sub(parts.window_from as usize).and_then(|i| parts.window.get(i))
+            {
+                self.write_page(PoolKind::Window, page, first, states)?;
             }
             at = end;
+        }
+        match places.components.as_ref().and_then(|parts| parts.state) {
+            Some(slot) if to > from => self.write_page(PoolKind::State, slot, 0, prefix.range(to - 1, to)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes one row for each state into a page, from row `first` on.
+    fn write_page(
+        &mut self,
+        pool: PoolKind,
+        page: PageId,
+        first: usize,
+        states: &[u64],
+    ) -> Result<(), MemoryError> {
+        for plane in self.planes.iter().filter(|plane| plane.pool == pool) {
+            let part_bytes = states.len() * plane.row_bytes;
+            self.rows.resize(part_bytes * plane.parts, 0);
+            for layer in 0..plane.layers {
+                for (part, rows) in self.rows.chunks_exact_mut(part_bytes).enumerate() {
+                    let salt = self.rank_salt ^ salt(plane.id.0, layer, part);
+                    fill(states, salt, plane.row_bytes, rows);
+                }
+                self.device.write_rows(plane.id, page, layer, first as u32, &self.rows)?;
+            }
         }
         Ok(())
     }
 
-    /// Compares whole pages `from..to` of a page table with what their prefix demands; calls `wrong` once for
-    /// each page that differs.
+    /// Compares whole pages `from..to` of a page table with what their prefix demands, and the window and the state that
+    /// the request goes on from, if it has them all; calls `wrong` once for each page that differs.
     pub(crate) fn verify(
         &mut self,
-        table: &[PageId],
+        places: &Places<'_>,
         prefix: &Prefix,
         from: usize,
         to: usize,
         mut wrong: impl FnMut(Mismatch),
     ) -> Result<(), MemoryError> {
-        for (index, &page) in table.iter().enumerate().take(to).skip(from) {
-            let states = prefix.range(index * self.page_tokens, (index + 1) * self.page_tokens);
+        let full = places.table.iter().enumerate().take(to).skip(from);
+        let mut pages: Vec<_> = full.map(|(index, &page)| (PoolKind::Full, index, page)).collect();
+        if let Some(parts) = places.components.as_ref().filter(|parts| parts.complete) {
+            let shared = parts.window_from as usize..parts.own_window_from as usize;
+            let last = shared.end.saturating_sub(1);
+            pages.extend(shared.zip(&parts.window).map(|(index, &page)| (PoolKind::Window, index, page)));
+            pages.extend(parts.state_in.map(|slot| (PoolKind::State, last, slot)));
+        }
+        for (pool, index, page) in pages {
+            let end = (index + 1) * self.page_tokens;
+            let tokens = if pool == PoolKind::State { 1 } else { self.page_tokens };
             self.pages_verified += 1;
-            if let Some(mismatch) = self.verify_page(index, page, states)? {
+            if let Some(mismatch) = self.verify_page(pool, index, page, prefix.range(end - tokens, end))? {
                 wrong(mismatch);
             }
         }
@@ -142,11 +182,12 @@ impl Model {
 
     fn verify_page(
         &mut self,
+        pool: PoolKind,
         index: usize,
         page: PageId,
         states: &[u64],
     ) -> Result<Option<Mismatch>, MemoryError> {
-        for plane in &self.planes {
+        for plane in self.planes.iter().filter(|plane| plane.pool == pool) {
             let part_bytes = states.len() * plane.row_bytes;
             self.rows.resize(part_bytes * plane.parts, 0);
             for layer in 0..plane.layers {
@@ -178,9 +219,13 @@ mod tests {
         Model::new(device, &geometry, 0)
     }
 
+    fn full(table: &[PageId]) -> Places<'_> {
+        Places { table, components: None }
+    }
+
     fn wrong(model: &mut Model, table: &[PageId], prefix: &Prefix, to: usize) -> Vec<Mismatch> {
         let mut found = Vec::new();
-        model.verify(table, prefix, 0, to, |m| found.push(m)).unwrap();
+        model.verify(&full(table), prefix, 0, to, |m| found.push(m)).unwrap();
         found
     }
 
@@ -191,7 +236,7 @@ mod tests {
         let mut prefix = Prefix::new(0);
         prefix.extend(&(0..48).collect::<Vec<u32>>());
         for (from, to) in [(0, 7), (7, 20), (20, 21), (21, 48)] {
-            assert!(model.compute(&table, &prefix, from, to).unwrap().number() > 0);
+            assert!(model.compute(&full(&table), &prefix, from, to).unwrap().number() > 0);
         }
         assert!(wrong(&mut model, &table, &prefix, 3).is_empty());
         assert_eq!(model.pages_verified, 3);
@@ -209,7 +254,7 @@ mod tests {
         let table = [PageId(0)];
         let mut prefix = Prefix::new(0);
         prefix.extend(&[9; 16]);
-        model.compute(&table, &prefix, 0, 16).unwrap();
+        model.compute(&full(&table), &prefix, 0, 16).unwrap();
         let mut rows = [0; 12];
         model.device.read_rows(PlaneId(0), PageId(0), 2, 11, &mut rows).unwrap();
         rows[7] ^= 1;

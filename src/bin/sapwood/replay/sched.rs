@@ -319,15 +319,16 @@ impl<'a> Scheduler<'a> {
     /// Pages for the first `tokens` tokens. `false`: there is no room.
     fn grow(&mut self, request: &mut OnRanks, tokens: usize) -> Result<bool, RunError> {
         let missing = tokens.div_ceil(self.page_tokens).saturating_sub(self.calls.pages(request)?.len());
-        Ok(missing == 0 || self.calls.alloc(request, missing as u32)? == Alloc::Granted)
+        let enough = missing == 0 && !self.calls.lacks_state(request)?;
+        Ok(enough || self.calls.alloc(request, missing as u32)? == Alloc::Granted)
     }
 
     /// Compares pages `from..to` of a running request with what its tokens demand.
     fn verify(&mut self, at: usize, from: usize, to: usize) -> Result<(), RunError> {
         let session = &self.running[at];
         let (counts, job) = (&mut self.counts, session.job);
-        for (model, table) in self.models.iter_mut().zip(self.calls.tables(&session.request)) {
-            model.verify(table?, &session.prefix, from, to, |wrong| counts.wrong(job, &wrong))?;
+        for (model, places) in self.models.iter_mut().zip(self.calls.places(&session.request)) {
+            model.verify(&places?, &session.prefix, from, to, |wrong| counts.wrong(job, &wrong))?;
         }
         Ok(())
     }
@@ -378,7 +379,7 @@ impl<'a> Scheduler<'a> {
             let (want, answering) = (self.running[at].kv + tokens, self.running[at].backlog() == 0);
             let request = &mut self.running[at].request;
             let missing = want.div_ceil(self.page_tokens).saturating_sub(self.calls.pages(request)?.len());
-            if missing == 0 {
+            if missing == 0 && !self.calls.lacks_state(request)? {
                 return Ok(true);
             }
             let enough_coming = match self.calls.alloc(request, missing as u32)? {
@@ -421,8 +422,8 @@ impl<'a> Scheduler<'a> {
                 _ => prompt_tokens += p.to - session.kv,
             }
             let mut done = Vec::with_capacity(self.models.len());
-            for (model, table) in self.models.iter_mut().zip(self.calls.tables(&session.request)) {
-                done.push(model.compute(table?, &session.prefix, session.kv, p.to)?);
+            for (model, places) in self.models.iter_mut().zip(self.calls.places(&session.request)) {
+                done.push(model.compute(&places?, &session.prefix, session.kv, p.to)?);
             }
             fences.push(done);
         }

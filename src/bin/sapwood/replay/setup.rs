@@ -14,9 +14,9 @@ use sapwood::base::{PageId, Tier};
 use sapwood::engine::{CostModel, Delivery, DraftPlan, ModelIdentity, PrefixCache, group};
 use sapwood::key::Namespace;
 use sapwood::pool::{Capacities, Capacity, Geometry, GeometryError, Plane, PlaneKind, PoolKind};
-use sapwood::tiers::{Eviction, PrefetchConfig, PrefetchPolicy, WritePolicy};
+use sapwood::tiers::{Eviction, PrefetchConfig, PrefetchPolicy, StateConfig, WindowConfig, WritePolicy};
 
-use super::args::{self, Args, DevicePages, Draft, Policy, Prefetch, StoreChoice};
+use super::args::{self, Args, DevicePages, Draft, Part, Policy, Prefetch, StoreChoice};
 use super::calls::{Calls, PoisonTime};
 use super::complain;
 use super::error::InputError;
@@ -29,6 +29,8 @@ use super::workload::{ADAPTERS, BUILT_IN_REQUESTS, Job, built_in};
 const MEM_STORE_BYTES_MAX: u64 = 1 << 30;
 /// Cap of a store in a directory.
 const FILE_STORE_BYTES_MAX: u64 = 64 << 30;
+/// Bytes of one state.
+const STATE_BYTES: u32 = 256;
 /// All ranks are driven by one thread, so none keeps another waiting.
 const RANK_WAIT_MAX: Duration = Duration::ZERO;
 /// Faults of scrubbing told in words; the rest is counted.
@@ -98,12 +100,18 @@ impl ScrubFaults {
 /// Builds device, store and cache of every rank.
 pub(crate) fn machine(args: &Args, jobs: &[Job]) -> Result<Machine, InputError> {
     let geometry = Arc::new(geometry(args)?);
-    let device_pages = Capacity::Pages(device_pages(args, jobs));
+    let device_pages = device_pages(args, jobs);
+    let (window, state) = components(args, device_pages);
+    let capacities = Capacities {
+        full: Capacity::Pages(device_pages),
+        window: window.map_or(Capacity::Pages(0), |w| w.device),
+        state: state.map_or(Capacity::Pages(0), |s| s.device),
+    };
     let scrub_faults = ScrubFaults::default();
     let poison_time = PoisonTime::default();
     let (mut caches, mut devices, mut namespaces) = (Vec::new(), Vec::new(), Vec::new());
     for (rank, member) in group(args.ranks, RANK_WAIT_MAX).into_iter().enumerate() {
-        let device = SoftDevice::threaded(Arc::clone(&geometry), Capacities::full(device_pages))?;
+        let device = SoftDevice::threaded(Arc::clone(&geometry), capacities)?;
         let host: Arc<OnceLock<Arc<HostArena>>> = Arc::default();
         let on_free = poison(device.clone(), Arc::clone(&host), scrub_faults.clone(), poison_time.clone());
         let mut builder = PrefixCache::builder(Arc::clone(&geometry))
@@ -122,6 +130,12 @@ pub(crate) fn machine(args: &Args, jobs: &[Job]) -> Result<Machine, InputError> 
         }
         if args.ranks > 1 {
             builder = builder.agreement(member);
+        }
+        if let Some(window) = window {
+            builder = builder.window(window);
+        }
+        if let Some(state) = state {
+            builder = builder.state(state);
         }
         if let Some(store) = open_store(args, rank)? {
             builder = builder.store(store);
@@ -161,8 +175,34 @@ fn geometry(args: &Args) -> Result<Geometry, GeometryError> {
         bytes if bytes.is_multiple_of(2) => (Plane::target(layers, bytes / 2), Plane::draft(1, bytes / 2)),
         bytes => (Plane::latent(layers, bytes), Plane::new(PlaneKind::Draft, 1, 1, bytes)),
     };
-    let builder = Geometry::builder(args.page_size).plane(target);
-    if args.draft == Draft::Sidecar { builder.plane(draft) } else { builder }.build()
+    let mut builder = Geometry::builder(args.page_size).plane(target);
+    if args.draft == Draft::Sidecar {
+        builder = builder.plane(draft);
+    }
+    if args.has(Part::Window) {
+        let window = Plane::new(PlaneKind::Target, 1, 1, args.bytes_per_token_layer);
+        builder = builder.plane(window.in_pool(PoolKind::Window).on_model_layers([layers]));
+    }
+    if args.has(Part::State) {
+        builder = builder.plane(Plane::state(1, STATE_BYTES).on_model_layers([layers]));
+    }
+    builder.build()
+}
+
+/// Pools of windows and states. A window has half as many pages as full attention, on each tier: of a cached prompt it
+/// keeps the end.
+fn components(args: &Args, device_pages: u32) -> (Option<WindowConfig>, Option<StateConfig>) {
+    let span_pages = args.window_tokens.div_ceil(args.page_size);
+    let window = WindowConfig {
+        span_pages,
+        device: Capacity::Pages((device_pages / 2).max(span_pages + 1)),
+        host: Capacity::Pages(args.host_pages / 2),
+    };
+    let state = StateConfig {
+        device: Capacity::Pages(args.state_slots),
+        host: Capacity::Pages(args.state_slots.saturating_mul(4)),
+    };
+    (args.has(Part::Window).then_some(window), args.has(Part::State).then_some(state))
 }
 
 fn draft_plan(args: &Args) -> DraftPlan {
