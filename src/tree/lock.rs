@@ -5,8 +5,9 @@
 //! split only has to give the prefix a 1. Host pins follow the same scheme.
 //!
 //! When a request lets go of a path, that is a use of it; when an operation does, it is none, and nodes return to the
-//! place in the order that their last use gave them (or to the newest, if that is too far to look for in a long list). A use that ends below a node which stays held is noted there and
-//! carried up when that hold ends, so that an ancestor is never older than its descendants.
+//! place in the order that their last use gave them, or to the newest one if that is too far to look for in a long list. A
+//! use that ends below a node which stays held is noted there and carried up when that hold ends, so that an ancestor is
+//! never older than its descendants.
 
 use crate::base::NodeId;
 
