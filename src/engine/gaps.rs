@@ -23,13 +23,13 @@ impl Part {
 
 pub(super) fn parts_of(pairs: &[PagePair]) -> Vec<Part> {
     let part = |pool| {
-        let of_pool = || pairs.iter().filter(move |pair| pair.pool == pool);
-        let sources: Vec<PageId> = of_pool().map(|pair| pair.source).collect();
-        (!sources.is_empty()).then(|| Part {
-            pool,
-            sources,
-            targets: of_pool().map(|pair| pair.target).collect(),
-        })
+        let pages = pairs.iter().filter(|pair| pair.pool == pool).count();
+        let mut part = Part { pool, sources: Vec::with_capacity(pages), targets: Vec::with_capacity(pages) };
+        for pair in pairs.iter().filter(|pair| pair.pool == pool) {
+            part.sources.push(pair.source);
+            part.targets.push(pair.target);
+        }
+        (pages > 0).then_some(part)
     };
     PoolKind::ALL.into_iter().filter_map(part).collect()
 }

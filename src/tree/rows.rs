@@ -1,15 +1,17 @@
 //! Rows: the short lists of nodes, cut out of large segments, so that a node costs no allocation of its own.
 //!
 //! A segment is memory for equal blocks. Block sizes grow by quarters, so at most a fifth of a row is idle. A segment of a
-//! size is made as large as all before it together, up to [`SEGMENT_BYTES_MAX`], and given back when its last row goes,
-//! unless it is the only one of its size with room. A few full segments are kept for the next that is needed, of whatever
-//! size: a cache at capacity makes one as often as it gives one back. A row that does not fit is a segment of its own.
+//! size is made about as large as all before it together, up to [`SEGMENT_BYTES_MAX`], and given back when its last row goes,
+//! unless it is the only one of its size with room. Their memory comes in powers of two, and a little of each is kept for
+//! the next segment that is made, of whatever blocks: a cache at capacity makes one as often as it gives one back. A row that
+//! does not fit is a segment of its own.
 
 use std::ops::Range;
 
 /// 256 KiB: few enough segments that their table stays in the near cache, small enough to be given back.
 const SEGMENT_BYTES_MAX: usize = 256 * 1024;
-/// Full segments that are kept for later, 2 MiB: filling fresh memory was a tenth of an insert at capacity.
+/// Pieces of memory of a length that are kept for later, at most 4 MiB in all: filling fresh memory was a tenth of an
+/// insert at capacity.
 const SPARE_MAX: usize = 8;
 /// Smallest block, in elements.
 const BLOCK_MIN: usize = 4;
@@ -73,8 +75,8 @@ pub(super) struct Rows<T> {
     segments: Vec<Segment>,
     unused: Vec<u32>,
     classes: Vec<Class>,
-    /// Memory of full segments that went, of any content.
-    spare: Vec<Box<[T]>>,
+    /// Memory of segments that went, of any content, by the logarithm of its length.
+    spare: Vec<Vec<Box<[T]>>>,
     fill: T,
 }
 
@@ -130,6 +132,8 @@ impl<T: Copy> Rows<T> {
     fn open_segment(&mut self, class: usize, block: usize) -> u32 {
         let room = Self::elements_max() / block;
         let blocks = self.classes[class].blocks.clamp(1, room);
+        // What the rounding of its memory adds is of use, too.
+        let blocks = (block * blocks).next_power_of_two() / block;
         let segment = self.add_segment(class as u32, block, blocks);
         let class = &mut self.classes[class];
         class.blocks += blocks;
@@ -139,7 +143,10 @@ impl<T: Copy> Rows<T> {
     }
 
     fn add_segment(&mut self, class: u32, block: usize, blocks: usize) -> u32 {
-        let data = self.memory_for(block, blocks);
+        let data = match class {
+            ALONE => vec![self.fill; block].into_boxed_slice(),
+            _ => self.memory_for(block * blocks),
+        };
         let new = Segment {
             class,
             block: block as u32,
@@ -161,13 +168,24 @@ impl<T: Copy> Rows<T> {
         }
     }
 
-    /// Full segments are all of one length, so that any can take the place of any.
-    fn memory_for(&mut self, block: usize, blocks: usize) -> Box<[T]> {
-        let full = Self::elements_max();
-        let is_full = block * blocks <= full && block * (blocks + 1) > full;
-        let kept = if is_full { self.spare.pop() } else { None };
-        let len = if is_full { full } else { block * blocks };
+    fn memory_for(&mut self, elements: usize) -> Box<[T]> {
+        let len = elements.next_power_of_two();
+        let kept = self.spare.get_mut(len.ilog2() as usize).and_then(Vec::pop);
         kept.unwrap_or_else(|| vec![self.fill; len].into_boxed_slice())
+    }
+
+    /// Keeps memory for the next segment, if it is that of one and not much is kept.
+    fn keep(&mut self, memory: Box<[T]>) {
+        if !memory.len().is_power_of_two() || memory.len() > Self::elements_max() {
+            return;
+        }
+        let log = memory.len().ilog2() as usize;
+        if self.spare.len() <= log {
+            self.spare.resize(log + 1, Vec::new());
+        }
+        if self.spare[log].len() < SPARE_MAX {
+            self.spare[log].push(memory);
+        }
     }
 
     /// Gives a row back; `row` is none from then on. O(1).
@@ -206,9 +224,7 @@ impl<T: Copy> Rows<T> {
 
     fn drop_segment(&mut self, segment: u32) {
         let memory = std::mem::take(&mut self.data[segment as usize]);
-        if memory.len() == Self::elements_max() && self.spare.len() < SPARE_MAX {
-            self.spare.push(memory);
-        }
+        self.keep(memory);
         self.segments[segment as usize] = Segment { place: NOT_OPEN, ..Segment::default() };
         self.unused.push(segment);
     }
