@@ -19,8 +19,9 @@ use crate::tree::BackupPlan;
 
 /// Nodes with pages given up below them that are remembered: beyond that, all start anew. Also the most candidates.
 const REMEMBERED_MAX: usize = 4096;
-/// Candidates that one call looks at.
-const LOOKS: usize = 8;
+/// Candidates that one call looks at. With 8, the synthetic trace of Mooncake hit 44.09 % in 1 and 4 million tokens; with 64,
+/// and more, 44.24 %.
+const LOOKS: usize = 64;
 
 /// What is known of mirrors beyond what the tree says.
 #[derive(Debug, Default)]
@@ -99,8 +100,9 @@ impl Core {
                 self.mirrors.is_blocked.remove(&node);
                 continue;
             };
-            // Of what that frees, at most two thirds were the only copy.
-            let most = own.saturating_mul(2).saturating_sub(self.mirrors.given_up_below(node));
+            // Of what that frees, at most four fifths were the only copy: a trunk that many hang on keeps its mirror. (Two
+            // thirds: 44.24 %; without a bound 44.29 %, and the branches of a short trunk would go for it.)
+            let most = own.saturating_mul(4).saturating_sub(self.mirrors.given_up_below(node));
             let mut pages = Vec::new();
             match self.tree.evict_host_below(node, most, &mut pages) {
                 Ok(Some(0)) => self.mirrors.blocked.push_front(node),
