@@ -17,7 +17,7 @@ use crate::backend::store::Store;
 use crate::base::containers::Map;
 use crate::base::{Fence, NamespaceId, NodeId, OpId, PageId, Tier, Time, Violation};
 use crate::key::{Namespace, NamespaceError};
-use crate::pool::{Geometry, Plane, PlaneId, PoolKind};
+use crate::pool::{Geometry, Plane, PlaneId, PlaneSet, PoolKind};
 use crate::tiers::{
     AgreeError, Agreement, Alloc, Checkpoint, Core, CoreError, LoadBack, LoadState, MatchInfo, OpLog,
     PageCounts, Prefetch, PrefetchPolicy, PrefetchState, Rates, RequestComponents, RequestId, Stats,
@@ -301,6 +301,21 @@ impl PrefixCache {
     /// Window pages and states of a request; see [`Core::request_components`]. O(window).
     pub fn components(&self, request: &Request) -> Result<RequestComponents, CacheError> {
         Ok(self.core.request_components(request.id())?)
+    }
+
+    /// Pages that somebody else fills, without some planes.
+    pub(super) fn will_lack(
+        &mut self,
+        pool: PoolKind,
+        pages: impl Iterator<Item = PageId>,
+        planes: PlaneSet,
+    ) {
+        let of_pool = (0_u8..).map(PlaneId).zip(self.geometry.planes());
+        let of_pool = of_pool.filter(|(id, plane)| plane.pool() == pool && planes.contains(*id));
+        let lacking = of_pool.fold(PlaneSet::NONE, |set, (id, _)| set.with(id));
+        if lacking != PlaneSet::NONE {
+            self.executor.will_lack(pool, pages, lacking);
+        }
     }
 
     /// The page table of a request; see [`Core::pages`].

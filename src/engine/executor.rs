@@ -211,6 +211,16 @@ impl Executor {
         });
     }
 
+    /// Pages that will lack planes until they are handed out again.
+    pub(super) fn will_lack(
+        &mut self,
+        pool: PoolKind,
+        pages: impl Iterator<Item = PageId>,
+        planes: PlaneSet,
+    ) {
+        self.gaps.device.extend(pages.map(|page| ((pool, page), planes)));
+    }
+
     /// Takes the store away; see [`StoreLane::detach`]. `None` if a call does not end, or if there is none.
     pub(super) fn detach_store(&mut self, until: Instant) -> Option<Arc<dyn Store>> {
         match self.lane.take()?.detach(until) {

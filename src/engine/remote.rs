@@ -15,7 +15,7 @@ use crate::base::{Fence, NamespaceId, PageId};
 use crate::pd::grant::{Committed, Destination, GrantPool, Granted, Released, ReserveRefused, Want};
 use crate::pd::layout::{Component, Entry, EntryId, Group, HeadOrder, Layout, Role, Shape, TokenSplit};
 use crate::pd::{Incompatible, RoomKey};
-use crate::pool::{Geometry, Plane, PlaneKind, PoolKind};
+use crate::pool::{Geometry, Plane, PlaneKind, PlaneSet, PoolKind};
 use crate::tiers::{Alloc, Checkpoint, LoadBack, LoadState, RequestComponents};
 
 /// What a model says about the planes of a cache that the geometry does not.
@@ -139,13 +139,22 @@ struct Room {
 pub struct DecodeCache {
     cache: PrefixCache,
     rooms: Map<RoomKey, Room>,
+    unsent: PlaneSet,
 }
 
 impl DecodeCache {
     /// Takes the cache over; it can be reached by [`Self::cache`].
     #[must_use]
     pub fn new(cache: PrefixCache) -> DecodeCache {
-        DecodeCache { cache, rooms: Map::default() }
+        DecodeCache { cache, rooms: Map::default(), unsent: PlaneSet::NONE }
+    }
+
+    /// Planes that the prefill instances do not send: those of a draft that only decodes here. What comes from there is
+    /// known to lack them, in every tier ([`PrefixCache::missing_planes`]).
+    #[must_use]
+    pub fn unsent(mut self, planes: PlaneSet) -> DecodeCache {
+        self.unsent = planes;
+        self
     }
 
     /// The cache.
@@ -247,7 +256,13 @@ impl DecodeCache {
         };
         let windows = parts.window.len().saturating_sub(want.window as usize);
         let window = if want.window > 0 { numbers(&parts.window[windows..]) } else { Vec::new() };
-        let state = parts.state.map(|s| s.0).into_iter().collect();
+        let state: Vec<u32> = parts.state.map(|s| s.0).into_iter().collect();
+        if self.unsent != PlaneSet::NONE {
+            let dest = [(PoolKind::Full, &full), (PoolKind::Window, &window), (PoolKind::State, &state)];
+            for (pool, pages) in dest {
+                self.cache.will_lack(pool, pages.iter().map(|&page| PageId(page)), self.unsent);
+            }
+        }
         Ok(Destination { full, window, state, ring: Vec::new() })
     }
 

@@ -8,7 +8,7 @@ use crate::pd::receiver::{Event, Receiver, ReceiverConfig, RecvSpec};
 use crate::pd::topo::{Rank, Topology};
 use crate::pd::wire::Prompt;
 use crate::pd::{Incarnation, PeerId};
-use crate::pool::{Capacities, Capacity};
+use crate::pool::{Capacities, Capacity, PlaneId};
 use crate::tiers::{StateConfig, WindowConfig, WritePolicy};
 use crate::tree::Component as TreeComponent;
 
@@ -58,6 +58,45 @@ fn arrive(c: &mut DecodeCache, k: RoomKey, t: &[u32]) -> Prefix {
 
 fn free(c: &DecodeCache) -> u32 {
     c.cache().page_counts(Tier::Device).free_pages
+}
+
+/// A draft that only the decode side has: nobody sends its K and V, so its plane holds what lay there before. That shows
+/// nowhere but in how often the draft guesses right, so whoever asks is told, also after the pages went to the host and back.
+#[test]
+fn what_comes_without_the_draft_is_known_to_lack_it() {
+    let draft = Plane::new(PlaneKind::Draft, 1, 2, 8);
+    let g = Arc::new(Geometry::builder(4).plane(Plane::target(2, 16)).plane(draft).build().unwrap());
+    let device = SoftDevice::inline(g.clone(), Capacities::full(Capacity::Pages(PAGES))).unwrap();
+    let cache = PrefixCache::builder(g).device(device).host_pages(Capacity::Pages(16));
+    let cache = cache.write_policy(WritePolicy::WriteThrough { threshold: 1 }).build().unwrap();
+    let mut c = DecodeCache::new(cache).unsent(PlaneSet::one(PlaneId(1)));
+    arrive(&mut c, key(1), &tokens(16, 0));
+    c.finish(key(1), Fence::SETTLED).unwrap();
+    settle(&mut c);
+    let missing = |c: &mut DecodeCache, t: &[u32]| {
+        let mut request = c.cache_mut().request(NamespaceId::DEFAULT);
+        let found = c.cache_mut().match_prefix(&mut request, t).unwrap();
+        if found.host_tokens > 0 {
+            c.cache_mut().load_back(&mut request).unwrap();
+            settle(c);
+        }
+        let missing = c.cache().missing_planes(&request).unwrap();
+        (
+            found.device_tokens,
+            found.host_tokens,
+            missing.iter().map(|m| (m.kind, m.pages)).collect::<Vec<_>>(),
+        )
+    };
+    assert_eq!(missing(&mut c, &tokens(16, 0)), (16, 0, vec![(PlaneKind::Draft, 4)]));
+    settle(&mut c);
+    // What is computed here takes the place of what was sent, and lacks nothing.
+    let mut own = c.cache_mut().request(NamespaceId::DEFAULT);
+    assert_eq!(c.cache_mut().alloc(&mut own, PAGES).unwrap(), Alloc::Granted);
+    c.cache_mut().finish(own, &tokens(32, 500), Fence::SETTLED).unwrap();
+    settle(&mut c);
+    assert_eq!(missing(&mut c, &tokens(32, 500)), (32, 0, vec![]));
+    settle(&mut c);
+    assert_eq!(missing(&mut c, &tokens(16, 0)), (0, 16, vec![(PlaneKind::Draft, 4)]));
 }
 
 #[test]
