@@ -581,6 +581,23 @@ fn a_page_is_in_when_its_link_is_in() {
     assert_eq!(got(&process(&inner), 0..12), [OK; 12]);
 }
 
+/// Another process removes a page between the look at its name and the reading of its link, and puts it again. For a moment
+/// the name looked like that of a page as long as a link, and a removal said that it had removed so many bytes.
+#[test]
+fn a_link_that_went_and_came_back_is_not_a_page_of_its_length() {
+    for nth in 1..3 {
+        let faulty = Arc::new(Faulty::new(MemStore::new(1 << 24)));
+        let inner: Inner = faulty.clone();
+        assert_eq!(put(&process(&inner), 0..2), [OK; 2]);
+        faulty.add(OpKind::Get, When::Nth(nth), Fault::Fail(Outcome::Missing));
+        let keys = [key(0), key(1)];
+        assert_eq!(process(&inner).query(&keys, &call()), [OK; 2]);
+        assert_eq!(faulty.struck(), u64::from(nth == 1));
+        assert_eq!(process(&inner).remove(&keys, &call()), [OK; 2]);
+        assert_eq!(faulty.struck(), 1);
+    }
+}
+
 /// Whoever does not group misses the pages of a group, and reads no link for a page.
 #[test]
 fn without_the_wrapper_a_link_is_a_miss() {

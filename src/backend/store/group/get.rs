@@ -101,7 +101,7 @@ impl<S: Store> Grouped<S> {
                 // The inner store says what is wrong with a page of another length or identity.
                 Found::Plain(_) => plan.plain.push(i),
                 Found::Not(outcome) => out[i] = outcome,
-                Found::Moved => out[i] = Outcome::Missing,
+                Found::Moved(_) => out[i] = Outcome::Missing,
                 Found::Linked(group, at) if group.is(at, &items[i]) => plan.add(i, group, at, false),
                 Found::Linked(group, _) if group.page_space != items[i].space => out[i] = Outcome::Missing,
                 Found::Linked(group, at) => {

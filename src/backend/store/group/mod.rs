@@ -82,8 +82,8 @@ enum Found {
     Plain(usize),
     /// Nowhere, or not known.
     Not(Outcome),
-    /// Replaced while it was looked at.
-    Moved,
+    /// Replaced while it was looked at; or gone, or of another identity, after it was there with so many bytes.
+    Moved(Option<usize>),
 }
 
 /// Looks at a page that others replace meanwhile; then it counts as missing, which it was for a moment.
@@ -166,15 +166,21 @@ impl<S: Store> Grouped<S> {
     fn locate(&self, keys: &[StoreKey], call: &Call) -> Vec<Found> {
         let mut found = self.look(keys, call);
         for _ in 1..LOOKS_MAX {
-            let moved: Vec<usize> = (0..keys.len()).filter(|&i| matches!(found[i], Found::Moved)).collect();
+            let moved: Vec<usize> =
+                (0..keys.len()).filter(|&i| matches!(found[i], Found::Moved(_))).collect();
             if moved.is_empty() {
                 break;
             }
             let again: Vec<StoreKey> = moved.iter().map(|&i| keys[i]).collect();
             moved.into_iter().zip(self.look(&again, call)).for_each(|(i, f)| found[i] = f);
         }
-        for f in found.iter_mut().filter(|f| matches!(f, Found::Moved)) {
-            *f = Found::Not(Outcome::Missing);
+        for f in &mut found {
+            match *f {
+                // Still there and still not to be read: a page of another identity.
+                Found::Moved(Some(bytes)) => *f = Found::Plain(bytes),
+                Found::Moved(None) => *f = Found::Not(Outcome::Missing),
+                _ => {}
+            }
         }
         found
     }
@@ -270,9 +276,9 @@ impl<S: Store> Grouped<S> {
                     // Sealed as a link and none: of a later release, or damaged before it was sealed.
                     None => Found::Not(Outcome::Corrupt),
                 },
-                // Of another identity: a page.
-                Outcome::Missing => Found::Plain(n),
-                Outcome::SizeMismatch { .. } => Found::Moved,
+                // Of another identity, a page; or removed since it was found.
+                Outcome::Missing => Found::Moved(Some(n)),
+                Outcome::SizeMismatch { .. } => Found::Moved(None),
                 other => Found::Not(other),
             };
             at += n;
@@ -325,7 +331,7 @@ impl<S: Store> Grouped<S> {
         let one = |f: Found| match f {
             Found::Plain(n) => Outcome::Ok(n),
             Found::Not(outcome) => outcome,
-            Found::Moved => Outcome::Missing,
+            Found::Moved(_) => Outcome::Missing,
             Found::Linked(group, at) => match there.get(&group.key) {
                 Some(Outcome::Ok(_)) => Outcome::Ok(group.members[at].payload_bytes as usize),
                 Some(other) => *other,
@@ -342,7 +348,7 @@ impl<S: Store> Grouped<S> {
             .iter()
             .map(|f| match f {
                 Found::Not(outcome) => *outcome,
-                Found::Moved => Outcome::Missing,
+                Found::Moved(_) => Outcome::Missing,
                 Found::Plain(n) => Outcome::Ok(*n),
                 Found::Linked(group, at) => match there.get(&group.key) {
                     Some(Outcome::Ok(_)) => Outcome::Ok(group.members[*at].payload_bytes as usize),
@@ -356,7 +362,7 @@ impl<S: Store> Grouped<S> {
             return out;
         }
         let named: Vec<usize> =
-            (0..keys.len()).filter(|&i| !matches!(found[i], Found::Not(_) | Found::Moved)).collect();
+            (0..keys.len()).filter(|&i| !matches!(found[i], Found::Not(_) | Found::Moved(_))).collect();
         let names: Vec<StoreKey> = named.iter().map(|&i| keys[i]).collect();
         let removed = self.inner.remove(&names, call);
         let mut left = Vec::new();
@@ -382,7 +388,7 @@ impl<S: Store> Grouped<S> {
                     groups.insert(group.key, Arc::clone(group));
                 }
                 Found::Plain(_) => names.push(i),
-                Found::Not(_) | Found::Moved => {}
+                Found::Not(_) | Found::Moved(_) => {}
             }
         }
         let plain: Vec<StoreKey> = names.iter().map(|&i| keys[i]).collect();

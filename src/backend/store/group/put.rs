@@ -65,7 +65,7 @@ impl<S: Store> Grouped<S> {
         for (&i, found) in small.iter().zip(found) {
             let (item, len) = (&items[i], items[i].len());
             match found {
-                Found::Not(Outcome::Missing) | Found::Moved => missing.push(i),
+                Found::Not(Outcome::Missing) | Found::Moved(_) => missing.push(i),
                 // Whether it is the same page, the inner store finds out.
                 Found::Plain(n) if n == len => plain.push(i),
                 Found::Linked(group, at) if group.is(at, item) => {
