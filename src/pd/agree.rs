@@ -4,6 +4,7 @@
 //! second look is how stages of one pipeline parted (sgl#31030, sgl#31869).
 
 use crate::pd::ids::RoomKey;
+use crate::pd::reason::Reason;
 
 /// How far a rank is with a room. The order is that of the minimum: one failure fails all, one laggard
 /// delays all.
@@ -65,6 +66,42 @@ impl Ballot {
             return Err(WrongLength { want: self.keys.len(), got: agreed.len() });
         }
         Ok(self.keys.into_iter().zip(agreed.iter().copied()).collect())
+    }
+}
+
+/// How long a rank that is complete waits for the rest of its group.
+///
+/// While the peer it had its part from is there, without end. Once that peer is gone, ranks that are not
+/// complete may be waiting for a successor that never heard of the room, and nothing they see tells them. So
+/// the group gets the ballot that follows, in which it may turn out complete, and then this rank fails it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) enum Patience {
+    #[default]
+    Endless,
+    OneBallot,
+    Over,
+}
+
+impl Patience {
+    pub(super) fn peer_gone(&mut self) {
+        if *self == Patience::Endless {
+            *self = Patience::OneBallot;
+        }
+    }
+
+    pub(super) fn still_pending(&mut self) {
+        if *self == Patience::OneBallot {
+            *self = Patience::Over;
+        }
+    }
+
+    /// What the rank says of a room that ended so for itself.
+    pub(super) fn vote(self, local: Option<Result<(), Reason>>) -> Vote {
+        match local {
+            None => Vote::Pending,
+            Some(Ok(())) if self != Patience::Over => Vote::Done,
+            Some(_) => Vote::Failed,
+        }
     }
 }
 

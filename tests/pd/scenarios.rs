@@ -178,6 +178,67 @@ fn s5_a_dead_peer_is_found_in_time_and_its_successor_works() {
     assert_eq!(n.outcome(0, key(2, 1)), Some(&Ok(vec![1, 2])));
 }
 
+/// I9 in a group: one decode rank has all its bytes of a room, then the prefill instance is replaced, and only
+/// now the other rank opens the room, with a process that never heard of it. The rank that is complete knew
+/// the one that is gone: it gives the group one tick to end well, and fails the room at the next.
+#[test]
+fn i9_a_complete_rank_fails_the_room_its_group_cannot_finish() {
+    let both = Topology { tp: 2, ..Topology::single(2) };
+    let collective = ReceiverConfig { collective: true, ..ReceiverConfig::default() };
+    let mut n = Net::new(both.clone(), both, SenderConfig::default(), collective);
+    n.prefill(key(1, 1), 8);
+    n.decode(0, key(1, 1), 8, 0);
+    n.run(100 * MS);
+    let tick = |n: &mut Net| {
+        let ballots: Vec<_> = (0..2).map(|i| n.ds(i).propose(&[key(1, 1)])).collect();
+        let agreed = combine(ballots[0].votes(), ballots[1].votes()).unwrap();
+        for (i, b) in ballots.into_iter().enumerate() {
+            let now = n.now;
+            n.ds(i).decide(now, b, &agreed).unwrap();
+        }
+        n.drain();
+        agreed[0]
+    };
+    // With the peer there the group waits as long as it takes.
+    assert_eq!([tick(&mut n), tick(&mut n), tick(&mut n)], [Vote::Pending; 3]);
+    n.p = vec![None, None];
+    n.run(500 * MS);
+    (0..2).for_each(|i| n.start_p(i));
+    n.run(3 * SEC);
+    n.decode(1, key(1, 1), 8, 20);
+    n.run(100 * MS);
+    assert_eq!([tick(&mut n), tick(&mut n)], [Vote::Pending, Vote::Failed]);
+    n.run(5 * SEC);
+    for rank in 0..2 {
+        assert_eq!(n.outcome(rank, key(1, 1)), Some(&Err(Reason::GroupFailed)));
+        assert_eq!(n.ds(rank).stats().grants, 0, "rank {rank} keeps the pages");
+    }
+}
+
+/// The other end of it: what all ranks have when the peer goes is a success, whenever the group meets.
+#[test]
+fn a_room_that_is_complete_everywhere_outlives_its_peer() {
+    let both = Topology { tp: 2, ..Topology::single(2) };
+    let collective = ReceiverConfig { collective: true, ..ReceiverConfig::default() };
+    let mut n = Net::new(both.clone(), both, SenderConfig::default(), collective);
+    n.prefill(key(1, 1), 8);
+    for rank in 0..2 {
+        n.decode(rank, key(1, 1), 8, 0);
+    }
+    n.run(100 * MS);
+    n.p = vec![None, None];
+    n.run(10 * SEC);
+    let ballots: Vec<_> = (0..2).map(|i| n.ds(i).propose(&[key(1, 1)])).collect();
+    for (i, b) in ballots.into_iter().enumerate() {
+        let now = n.now;
+        n.ds(i).decide(now, b, &[Vote::Done]).unwrap();
+    }
+    n.drain();
+    for rank in 0..2 {
+        assert!(matches!(n.outcome(rank, key(1, 1)), Some(Ok(_))));
+    }
+}
+
 /// The same with a transport that can fence: the pages come back with that proof.
 #[test]
 fn a_fence_releases_what_a_dead_peer_held() {

@@ -54,7 +54,10 @@ fn seeds_end_without_a_violation() {
         all.into_iter().for_each(|t| add(&mut sum, &t.join().expect("a seed failed; its story is above")));
     });
     println!("{seeds} seeds: {sum:?}");
-    // A run in which nothing works, or nothing goes wrong, shows nothing.
+    // A run in which nothing works, or nothing goes wrong, shows nothing. A single story need not have it all.
+    if seeds < 100 {
+        return;
+    }
     assert!(sum.arrived > sum.requests / 8, "{sum:?}");
     assert!(sum.failed > sum.requests / 8, "{sum:?}");
     assert!(sum.released.iter().all(|&n| n > 0) && sum.quarantined > 0, "{sum:?}");
@@ -76,6 +79,14 @@ fn an_earlier_life_is_not_taken_for_the_next() {
         let o = Options::new(seed);
         assert!(run(&o).violations.is_empty(), "{}", tell(&o));
     }
+}
+
+/// Seed 71207: a decode rank had all its bytes and waited for its sibling, which had opened the room with the successor
+/// of the prefill process, until that forgot whom it did not know.
+#[test]
+fn a_group_does_not_wait_for_who_never_heard_of_the_room() {
+    let o = Options::new(71_207);
+    assert!(run(&o).violations.is_empty(), "{}", tell(&o));
 }
 
 #[test]

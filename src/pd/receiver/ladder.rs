@@ -174,12 +174,13 @@ impl Receiver {
     }
 
     fn fail_rooms_of(&mut self, now: Time, peer: PeerId, reason: Reason) {
-        let hit: Vec<RoomKey> = self
-            .rooms
-            .iter()
-            .filter(|(_, r)| r.local.is_none() && r.spec.contacts.contains(&peer))
-            .map(|(k, _)| *k)
-            .collect();
+        let mut hit = Vec::new();
+        for (key, room) in self.rooms.iter_mut().filter(|(_, r)| r.spec.contacts.contains(&peer)) {
+            room.patience.peer_gone();
+            if room.local.is_none() {
+                hit.push(*key);
+            }
+        }
         hit.into_iter().for_each(|key| self.fail(now, key, reason));
     }
 

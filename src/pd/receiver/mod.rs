@@ -16,7 +16,7 @@ mod staged;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::base::Time;
-use crate::pd::agree::{Ballot, Vote, WrongLength};
+use crate::pd::agree::{Ballot, Patience, Vote, WrongLength};
 use crate::pd::grant::{Committed, Granted, How, Released, Want};
 use crate::pd::ids::{Incarnation, PeerId, RoomKey, Serial, Tag};
 use crate::pd::layout::{Component, Layout, pages_of, window_first_page};
@@ -292,6 +292,7 @@ struct Room {
     progressed: Time,
     reported: Vec<Option<Report>>,
     local: Option<Result<(), Reason>>,
+    patience: Patience,
     wake: Time,
 }
 
@@ -458,6 +459,7 @@ impl Receiver {
                 progressed: now,
                 reported: vec![None; n],
                 local: None,
+                patience: Patience::default(),
                 wake,
             },
         );
@@ -607,11 +609,7 @@ impl Receiver {
 
     /// The votes of this rank on the rooms of a tick, for a collective group.
     pub fn propose(&self, keys: &[RoomKey]) -> Ballot {
-        let vote = |k: &RoomKey| match self.rooms.get(k).map(|r| r.local) {
-            Some(Some(Ok(()))) => Vote::Done,
-            Some(Some(Err(_))) => Vote::Failed,
-            Some(None) | None => Vote::Pending,
-        };
+        let vote = |k: &RoomKey| self.rooms.get(k).map_or(Vote::Pending, |r| r.patience.vote(r.local));
         Ballot::new(keys.to_vec(), keys.iter().map(vote).collect())
     }
 
@@ -619,7 +617,11 @@ impl Receiver {
     pub fn decide(&mut self, now: Time, ballot: Ballot, agreed: &[Vote]) -> Result<(), WrongLength> {
         for (key, vote) in ballot.decided(agreed)? {
             match vote {
-                Vote::Pending => {}
+                Vote::Pending => {
+                    if let Some(room) = self.rooms.get_mut(&key) {
+                        room.patience.still_pending();
+                    }
+                }
                 Vote::Done => self.conclude(now, key, Ok(())),
                 Vote::Failed => {
                     // Also where it was not opened yet: the group will not vote on it again.

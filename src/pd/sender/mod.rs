@@ -18,7 +18,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use crate::base::Time;
-use crate::pd::agree::{Ballot, Vote, WrongLength};
+use crate::pd::agree::{Ballot, Patience, Vote, WrongLength};
 use crate::pd::ids::{Incarnation, PeerId, RoomKey, Serial, Tag, XferId};
 use crate::pd::layout::Layout;
 use crate::pd::link::{Heard, Link, LinkConfig, LinkStats, Slot};
@@ -290,6 +290,7 @@ struct Room {
     tail: Option<Arc<Tail>>,
     /// Set once; everything after it is clean-up.
     local: Option<Result<(), Reason>>,
+    patience: Patience,
     settled_at: Time,
     reported: bool,
     /// Posted or unproven writes that read the sources.
@@ -430,6 +431,7 @@ impl Sender {
                 waits: VecDeque::new(),
                 tail: None,
                 local: None,
+                patience: Patience::default(),
                 settled_at: now,
                 reported: false,
                 reading: 0,
@@ -523,11 +525,7 @@ impl Sender {
 
     /// The votes of this rank on the rooms of a tick, for a collective group.
     pub fn propose(&self, keys: &[RoomKey]) -> Ballot {
-        let vote = |k: &RoomKey| match self.rooms.get(k).map(|r| r.local) {
-            Some(Some(Ok(()))) => Vote::Done,
-            Some(Some(Err(_))) => Vote::Failed,
-            Some(None) | None => Vote::Pending,
-        };
+        let vote = |k: &RoomKey| self.rooms.get(k).map_or(Vote::Pending, |r| r.patience.vote(r.local));
         Ballot::new(keys.to_vec(), keys.iter().map(vote).collect())
     }
 
@@ -535,7 +533,11 @@ impl Sender {
     pub fn decide(&mut self, now: Time, ballot: Ballot, agreed: &[Vote]) -> Result<(), WrongLength> {
         for (key, vote) in ballot.decided(agreed)? {
             match vote {
-                Vote::Pending => {}
+                Vote::Pending => {
+                    if let Some(room) = self.rooms.get_mut(&key) {
+                        room.patience.still_pending();
+                    }
+                }
                 Vote::Done => self.report(now, key),
                 Vote::Failed => {
                     // Also where it was not opened yet: the group will not vote on it again.
@@ -774,6 +776,7 @@ impl Sender {
         for key in hit {
             self.fail(now, key, reason);
             if let Some(room) = self.rooms.get_mut(&key) {
+                room.patience.peer_gone();
                 for d in room.dests.iter_mut().filter(|d| d.peer == peer) {
                     d.acked = true;
                 }
