@@ -1,17 +1,19 @@
 //! Heap allocations of the tree, counted. A look-up, a lock, a release and a touch make none; an insert makes less
-//! than one per new node, amortised, and none per page.
+//! than one per new node, amortised, and none per page. And the bytes it keeps per token; `SAPWOOD_MEMORY_NODES` says
+//! in a tree of how many nodes (20,000 unless told; the figure of docs/performance/tree.md is for a million).
 #![expect(unsafe_code, reason = "a counting allocator is an unsafe trait")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-use sapwood::base::{NamespaceId, PageId};
+use sapwood::base::{NamespaceId, OpId, PageId};
 use sapwood::key::Key;
 use sapwood::tree::*;
 
 thread_local! {
     static COUNT: Cell<u64> = const { Cell::new(0) };
+    static BYTES: Cell<i64> = const { Cell::new(0) };
 }
 
 struct Counting;
@@ -20,21 +22,28 @@ fn count() {
     let _ = COUNT.try_with(|c| c.set(c.get() + 1));
 }
 
+fn hold(bytes: i64) {
+    let _ = BYTES.try_with(|b| b.set(b.get() + bytes));
+}
+
 // SAFETY: every call is passed on to the system allocator unchanged; counting touches no memory it manages.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count();
+        hold(layout.size() as i64);
         // SAFETY: the caller's promises are the system allocator's.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        hold(-(layout.size() as i64));
         // SAFETY: `ptr` came from `alloc` or `realloc` above, which are the system's.
         unsafe { System.dealloc(ptr, layout) }
     }
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         count();
+        hold(size as i64 - layout.size() as i64);
         // SAFETY: as above.
         unsafe { System.realloc(ptr, layout, size) }
     }
@@ -135,4 +144,34 @@ fn a_cache_at_capacity_replaces_without_allocating() {
     };
     round(1_000);
     assert_eq!(allocations(|| round(2_000)), 0);
+}
+
+/// Sessions of 320 tokens that grow in ten steps, on the device and the host. Keys, both lists, orders and tables.
+#[test]
+fn a_token_costs_at_most_ten_bytes() {
+    let nodes: u32 =
+        std::env::var("SAPWOOD_MEMORY_NODES").ok().and_then(|n| n.parse().ok()).unwrap_or(20_000);
+    let before = BYTES.with(Cell::get);
+    let mut tree = Tree::new(TreeConfig::default()).unwrap();
+    let (mut out, mut plan, mut ends) = (InsertOut::default(), BackupPlan::default(), Vec::new());
+    let mut row = [0; 320];
+    for s in 0..nodes {
+        row.iter_mut().zip(0..).for_each(|(t, i)| *t = s ^ (i << 20));
+        let mut end = None;
+        for step in 1..=10 {
+            let pages: Vec<PageId> = (0..2 * step).map(|i| PageId(s * 20 + i)).collect();
+            let key = Key::new(NamespaceId::DEFAULT, &row[..step as usize * 32]);
+            end =
+                Some(tree.insert(key, &pages, 2 * (step - 1), InsertOpts::default(), &mut out).unwrap().node);
+        }
+        tree.plan_backup(end.unwrap(), &mut plan).unwrap();
+        tree.begin_backup(OpId(u64::from(s)), &plan, plan.device_pages.clone()).unwrap();
+        ends.clear();
+        tree.end_backup(OpId(u64::from(s)), true, &mut ends).unwrap();
+    }
+    let tokens = u64::from(nodes) * 320;
+    let bytes = (BYTES.with(Cell::get) - before) as f64 / tokens as f64;
+    println!("{} nodes, {tokens} tokens on device and host: {bytes:.2} bytes a token", tree.stats().nodes);
+    assert_eq!(tree.stats().nodes, nodes);
+    assert!(bytes <= 10.0, "{bytes}");
 }
