@@ -127,6 +127,7 @@ fn seeds() {
         (sum.repairs, seeds / 100),
         (sum.retreats, seeds / 100),
         (sum.policy_changes, seeds / 4),
+        (sum.attachments, seeds / 4),
         (sum.restarts, seeds / 4),
     ] {
         assert!(what >= least, "{sum:?}");

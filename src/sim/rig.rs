@@ -10,8 +10,9 @@ use std::sync::Arc;
 use crate::base::{Digest, Fence, NamespaceId, OpId, PageId, Tier, Time};
 use crate::key::{Key, Namespace, PageHash, hash_pages};
 use crate::tiers::{
-    Action, Alloc, Checkpoint, Core, CoreConfig, CoreError, Event, LoadBack, LoadState, MatchInfo,
-    PageCounts, PageOutcome, PagePair, PoolKind, Prefetch, PrefetchState, RequestId, StoreItem, WritePolicy,
+    Action, Alloc, Checkpoint, Core, CoreConfig, CoreError, Event, HostTier, LoadBack, LoadState, MatchInfo,
+    PageCounts, PageOutcome, PagePair, PoolKind, Prefetch, PrefetchState, RequestId, StoreConfig, StoreItem,
+    WritePolicy,
 };
 use crate::tree::Component;
 
@@ -236,6 +237,31 @@ impl Rig {
     /// Changes the write policy.
     pub fn set_write_policy(&mut self, write: WritePolicy, exclusive: bool) -> Result<(), CoreError> {
         let changed = self.core.set_write_policy(write, exclusive);
+        self.after();
+        changed
+    }
+
+    /// Takes the host tier away.
+    pub fn detach_host(&mut self) -> Result<HostTier, CoreError> {
+        let was = self.core.detach_host();
+        self.after();
+        was
+    }
+
+    /// Gives a host tier again.
+    pub fn attach_host(&mut self, tier: HostTier) -> Result<(), CoreError> {
+        let attached = self.core.attach_host(tier);
+        self.after();
+        attached
+    }
+
+    /// Puts an empty store behind the host.
+    pub fn new_store(&mut self, store: StoreConfig) -> Result<(), CoreError> {
+        let changed = self.core.new_store(store);
+        if changed.is_ok() {
+            self.store.clear();
+            self.lost.clear();
+        }
         self.after();
         changed
     }

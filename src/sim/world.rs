@@ -11,9 +11,10 @@ use std::fmt::Write as _;
 use super::rig::{Call, Rig};
 use super::rng::Rng;
 use crate::base::{NamespaceId, Time};
+use crate::pool::Capacity;
 use crate::tiers::{
-    Alloc, CoreConfig, CoreError, LoadBack, LoadState, PageOutcome, Prefetch, PrefetchPolicy, PrefetchState,
-    Rates, Refusal, RequestId, Stats, Votes, WritePolicy,
+    Alloc, CoreConfig, CoreError, HostTier, LoadBack, LoadState, PageOutcome, Prefetch, PrefetchPolicy,
+    PrefetchState, Rates, Refusal, RequestId, Stats, StoreConfig, Votes, WritePolicy,
 };
 
 /// How unkind the world is, in percent of the occasions.
@@ -103,6 +104,8 @@ pub struct Report {
     pub repairs: u64,
     /// Changes of the write policy that were accepted.
     pub policy_changes: u64,
+    /// Host tiers taken away or given, and stores replaced.
+    pub attachments: u64,
     /// Crashes of all ranks that left only the stores.
     pub restarts: u64,
 }
@@ -120,6 +123,7 @@ impl Report {
         self.dropped_tokens += other.dropped_tokens;
         self.repairs += other.repairs;
         self.policy_changes += other.policy_changes;
+        self.attachments += other.attachments;
         self.restarts += other.restarts;
     }
 
@@ -148,6 +152,14 @@ fn boot(ranks: u32, config: CoreConfig) -> (Vec<Rig>, Vec<NamespaceId>) {
     }
     (ranks, namespaces)
 }
+
+const WRITES: [WritePolicy; 5] = [
+    WritePolicy::WriteThrough { threshold: 1 },
+    WritePolicy::WriteThrough { threshold: 2 },
+    WritePolicy::WriteThroughSelective,
+    WritePolicy::WriteBack,
+    WritePolicy::None,
+];
 
 const STORY_BYTES_MAX: usize = 1 << 16;
 
@@ -430,6 +442,7 @@ impl World {
             2 => self.store_from_elsewhere(),
             3 => self.change_policy(),
             4 => self.measure(),
+            5 if self.rng.chance(20) => self.tiers_come_and_go(),
             _ if self.rng.chance(self.weather.store_forgets * 10) => {
                 let rank = self.rng.below(self.ranks.len());
                 let n = self.rng.below(32);
@@ -467,13 +480,6 @@ impl World {
     }
 
     fn change_policy(&mut self) {
-        const WRITES: [WritePolicy; 5] = [
-            WritePolicy::WriteThrough { threshold: 1 },
-            WritePolicy::WriteThrough { threshold: 2 },
-            WritePolicy::WriteThroughSelective,
-            WritePolicy::WriteBack,
-            WritePolicy::None,
-        ];
         const PREFETCHES: [PrefetchPolicy; 4] = [
             PrefetchPolicy::BestEffort,
             PrefetchPolicy::WaitComplete,
@@ -491,6 +497,34 @@ impl World {
         });
         self.past.policy_changes += u64::from(changed.is_ok());
         self.say(format_args!("{write:?}, exclusive {exclusive}: {changed:?}; {prefetch:?}"));
+    }
+
+    /// The lower tiers are taken away and given back, or another store comes, each after what was in flight has ended: with
+    /// requests alive that may hold what would go.
+    fn tiers_come_and_go(&mut self) {
+        while let Some(rank) = self.busy_rank() {
+            self.end(rank, 0, &Call::Well);
+        }
+        let config = *self.ranks[0].core.config();
+        let changed = if config.host == Capacity::Pages(0) {
+            let (write, exclusive) = (WRITES[self.rng.below(5)], self.rng.chance(50));
+            let store = self.config.store.filter(|_| self.rng.chance(80));
+            let tier = HostTier { write, exclusive, store, ..HostTier::of(&self.config) };
+            self.say(format_args!("attach {tier:?}"));
+            self.all(|rig| rig.attach_host(tier))
+        } else if self.rng.chance(50) {
+            self.say(format_args!("detach the host"));
+            self.all(|rig| rig.detach_host().map(drop))
+        } else {
+            self.say(format_args!("another store"));
+            self.all(|rig| rig.new_store(StoreConfig::default()))
+        };
+        self.past.attachments += u64::from(changed.is_ok());
+        self.say(format_args!("{changed:?}"));
+    }
+
+    fn busy_rank(&self) -> Option<usize> {
+        (0..self.ranks.len()).find(|&rank| !self.ranks[rank].pending.is_empty())
     }
 
     fn measure(&mut self) {
@@ -525,8 +559,7 @@ impl World {
             self.vanish(0);
         }
         for _ in 0..10_000 {
-            let busy = (0..self.ranks.len()).find(|&rank| !self.ranks[rank].pending.is_empty());
-            match busy {
+            match self.busy_rank() {
                 Some(rank) => self.end(rank, 0, &Call::Well),
                 None => match self.ranks[0].core.next_timeout() {
                     Some(due) => {

@@ -50,6 +50,16 @@ impl ComponentPools {
         }
     }
 
+    /// Empty host pools of other sizes.
+    pub(super) fn renew_host(&mut self, config: &CoreConfig) {
+        let sizes = [config.window.map(|w| w.host), config.state.map(|s| s.host)];
+        for (pools, size) in self.pools.iter_mut().zip(sizes) {
+            if let (Some(pools), Some(size)) = (pools, size) {
+                pools.host = pool_of(size);
+            }
+        }
+    }
+
     pub(super) fn has(&self, c: Component) -> bool {
         self.pools[c as usize].is_some()
     }

@@ -64,6 +64,9 @@ pub enum CoreError {
         /// Operations in flight.
         operations: usize,
     },
+    /// There is a host tier already.
+    #[error("there is a host tier already; detach it first")]
+    HostPresent,
     /// A load that the request rests on failed; match again.
     #[error("a load that the request rests on failed")]
     LoadFailed,

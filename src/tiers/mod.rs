@@ -5,6 +5,7 @@
 
 pub mod action;
 pub mod agree;
+mod attach;
 mod calls;
 mod components;
 pub mod config;
@@ -25,6 +26,7 @@ mod write;
 pub use self::core::{Core, CoreError, Freed};
 pub use action::{Action, EndKey, Event, PageOutcome, PagePair, PoolKind, StoreItem};
 pub use agree::{AgreeError, Agreement, Solo, Votes};
+pub use attach::HostTier;
 pub use config::{
     ConfigError, CoreConfig, Eviction, PrefetchConfig, PrefetchPolicy, Rates, StateConfig, StoreConfig,
     WindowConfig, WritePolicy,

@@ -8,6 +8,7 @@ use std::fmt::{self, Write as _};
 use std::str::FromStr;
 
 use super::action::{Event, PageOutcome};
+use super::attach::HostTier;
 use super::config::{
     CoreConfig, Eviction, PrefetchConfig, PrefetchPolicy, Rates, StateConfig, StoreConfig, WindowConfig,
     WritePolicy,
@@ -51,6 +52,12 @@ pub enum Op {
     HoldUntil(RequestId, Time),
     /// [`Core::reset`].
     Reset,
+    /// [`Core::detach_host`].
+    DetachHost,
+    /// [`Core::attach_host`].
+    AttachHost(HostTier),
+    /// [`Core::new_store`].
+    NewStore(StoreConfig),
     /// [`Core::take_over`].
     TakeOver(RequestId, RequestId),
     /// [`Core::set_rates`].
@@ -111,6 +118,9 @@ impl Op {
             Op::LetWindowGo(id, first) => drop(core.let_window_go(*id, *first)),
             Op::HoldUntil(id, until) => drop(core.hold_until(*id, *until)),
             Op::Reset => drop(core.reset()),
+            Op::DetachHost => drop(core.detach_host()),
+            Op::AttachHost(tier) => drop(core.attach_host(*tier)),
+            Op::NewStore(store) => drop(core.new_store(*store)),
             Op::TakeOver(to, from) => drop(core.take_over(*to, *from)),
             Op::Rates(rates) => core.set_rates(*rates),
             Op::PrefetchPolicy(policy) => core.set_prefetch_policy(*policy),
@@ -238,6 +248,17 @@ impl fmt::Display for Op {
             Op::LetWindowGo(id, first) => line = format!("{} {first}", with("let-window-go", id)),
             Op::HoldUntil(id, until) => line = format!("{} {}", with("hold-until", id), until.0),
             Op::Reset => line.push_str("reset"),
+            Op::DetachHost => line.push_str("detach-host"),
+            Op::AttachHost(t) => {
+                line.push_str("attach-host");
+                words(&mut line, [t.pages, t.window, t.state].map(capacity_text));
+                words(&mut line, [write_policy_text(t.write), u8::from(t.exclusive).to_string()]);
+                store_text(t.store.as_ref(), &mut line);
+            }
+            Op::NewStore(store) => {
+                line.push_str("new-store");
+                store_text(Some(store), &mut line);
+            }
             Op::TakeOver(to, from) => line = format!("{} {}", with("take-over", to), id_text(*from)),
             Op::Rates(r) => {
                 line =
@@ -341,6 +362,20 @@ impl<'a> Words<'a> {
         capacity_of(self.word()?)
     }
 
+    fn store(&mut self) -> Result<Option<StoreConfig>, OpLogError> {
+        let bad = OpLogError { line: 0, what: "a store is malformed" };
+        Ok(match self.word()? {
+            "-" => None,
+            batch_pages => Some(StoreConfig {
+                batch_pages: batch_pages.parse().map_err(|_| bad)?,
+                pages_in_flight_max: self.number()?,
+                queue_nodes_max: self.number()?,
+                attempts_max: self.number()?,
+                retry_ms: self.number()?,
+            }),
+        })
+    }
+
     fn write_policy(&mut self) -> Result<WritePolicy, OpLogError> {
         let bad = OpLogError { line: 0, what: "a write policy is malformed" };
         Ok(match self.word()?.split(':').collect::<Vec<_>>()[..] {
@@ -402,6 +437,19 @@ impl FromStr for Op {
             "let-window-go" => Op::LetWindowGo(w.id()?, w.number()?),
             "hold-until" => Op::HoldUntil(w.id()?, Time(w.number()?)),
             "reset" => Op::Reset,
+            "detach-host" => Op::DetachHost,
+            "attach-host" => Op::AttachHost(HostTier {
+                pages: w.capacity()?,
+                window: w.capacity()?,
+                state: w.capacity()?,
+                write: w.write_policy()?,
+                exclusive: w.number::<u8>()? != 0,
+                store: w.store()?,
+            }),
+            "new-store" => {
+                let none = OpLogError { line: 0, what: "the store is missing" };
+                Op::NewStore(w.store()?.ok_or(none)?)
+            }
             "take-over" => Op::TakeOver(w.id()?, w.id()?),
             "rates" => Op::Rates(Rates {
                 compute_ns_per_token: w.number()?,
@@ -494,6 +542,12 @@ fn prefetch_policy_text(policy: PrefetchPolicy) -> String {
     }
 }
 
+fn store_text(store: Option<&StoreConfig>, out: &mut String) {
+    let Some(s) = store else { return words(out, ["-"]) };
+    words(out, [s.batch_pages, s.pages_in_flight_max, s.queue_nodes_max, s.attempts_max]);
+    words(out, [s.retry_ms]);
+}
+
 fn config_text(c: &CoreConfig) -> String {
     let mut out = format!(" {} {} {}", c.page_size, capacity_text(c.device), capacity_text(c.host));
     let p = &c.prefetch;
@@ -511,19 +565,7 @@ fn config_text(c: &CoreConfig) -> String {
         None => words(&mut out, ["-"]),
         Some(s) => words(&mut out, [capacity_text(s.device), capacity_text(s.host)]),
     }
-    match &c.store {
-        None => words(&mut out, ["-"]),
-        Some(s) => words(
-            &mut out,
-            [
-                u64::from(s.batch_pages),
-                u64::from(s.pages_in_flight_max),
-                u64::from(s.queue_nodes_max),
-                u64::from(s.attempts_max),
-                s.retry_ms,
-            ],
-        ),
-    }
+    store_text(c.store.as_ref(), &mut out);
     if c.eviction == Eviction::Adaptive {
         words(&mut out, ["adaptive"]);
     }
@@ -562,16 +604,7 @@ fn parse_config(text: &str) -> Result<CoreConfig, OpLogError> {
         "-" => None,
         device => Some(StateConfig { device: capacity_of(device)?, host: w.capacity()? }),
     };
-    let store = match w.word()? {
-        "-" => None,
-        batch_pages => Some(StoreConfig {
-            batch_pages: batch_pages.parse().map_err(|_| bad)?,
-            pages_in_flight_max: w.number()?,
-            queue_nodes_max: w.number()?,
-            attempts_max: w.number()?,
-            retry_ms: w.number()?,
-        }),
-    };
+    let store = w.store()?;
     // Logs of before there was a choice end here.
     let eviction = match w.word() {
         Ok("adaptive") => Eviction::Adaptive,
@@ -633,6 +666,24 @@ mod tests {
             Op::TakeOver(id, RequestId(SlabKey { index: 1, generation: 2 })),
             Op::HoldUntil(id, Time(9)),
             Op::Reset,
+            Op::DetachHost,
+            Op::AttachHost(HostTier {
+                pages: Capacity::Pages(7),
+                window: Capacity::Unlimited,
+                state: Capacity::Pages(0),
+                write: WritePolicy::WriteThroughSelective,
+                exclusive: true,
+                store: Some(StoreConfig::default()),
+            }),
+            Op::AttachHost(HostTier {
+                pages: Capacity::Unlimited,
+                window: Capacity::Pages(1),
+                state: Capacity::Pages(2),
+                write: WritePolicy::WriteBack,
+                exclusive: false,
+                store: None,
+            }),
+            Op::NewStore(StoreConfig { attempts_max: 9, ..StoreConfig::default() }),
             Op::Tick(Time(77)),
             Op::Event(Event::Copied { op, ok: true }),
             Op::Event(Event::LayerCopied { op, layers: 2 }),

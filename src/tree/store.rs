@@ -219,6 +219,16 @@ impl Tree {
         Ok(())
     }
 
+    /// Lists the nodes with a published host copy below which there is none: between them and the root lies all that the host
+    /// holds. O(nodes).
+    pub fn host_ends(&self, out: &mut Vec<NodeId>) {
+        let is_end = |at: &u32| {
+            let node = &self.arena.nodes[*at as usize];
+            *at != ROOT && node.host == Residency::Present && node.kids_host == 0
+        };
+        out.extend(self.arena.live().filter(is_end).map(|at| self.arena.id(at)));
+    }
+
     /// Marks every page of the node as stored or not: a store answered that it has them, or lost them.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use sapwood::pool::Capacity;
 use sapwood::sim::Rig;
-use sapwood::tiers::{CoreConfig, PrefetchConfig, PrefetchPolicy, StoreConfig, WritePolicy};
+use sapwood::tiers::{Alloc, CoreConfig, PrefetchConfig, PrefetchPolicy, StoreConfig, WritePolicy};
 
 pub const PAGE: u32 = 4;
 
@@ -58,6 +58,15 @@ pub fn store_with(prompts: &[&str]) -> Rig {
     writer.drain();
     writer.assert_quiet();
     writer
+}
+
+/// Takes the whole device once, so that nothing stays on it.
+pub fn flush_device(rig: &mut Rig, device: u32) {
+    let request = rig.request();
+    while rig.alloc(request, device).expect("a live request") != Alloc::Granted {
+        rig.drain();
+    }
+    rig.abort(request).expect("a live request");
 }
 
 /// Device pages and host pages that a look-up finds.

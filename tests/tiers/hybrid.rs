@@ -10,21 +10,13 @@ use sapwood::tiers::{
 };
 use sapwood::tree::Component;
 
-use crate::common::{WT1, WT2, config, found, t, t1, with_store};
+use crate::common::{WT1, WT2, config, flush_device, found, t, t1, with_store};
 
 fn hybrid(mut config: CoreConfig) -> CoreConfig {
     let pages = |n| Capacity::Pages(n);
     config.window = Some(WindowConfig { span_pages: 2, device: pages(16), host: pages(16) });
     config.state = Some(StateConfig { device: pages(8), host: pages(8) });
     config
-}
-
-fn flush_device(rig: &mut Rig, device: u32) {
-    let request = rig.request();
-    while rig.alloc(request, device).expect("a live request") != Alloc::Granted {
-        rig.drain();
-    }
-    rig.abort(request).expect("a live request");
 }
 
 /// A rig whose store holds every page of every pool of a prompt.

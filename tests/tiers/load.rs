@@ -4,7 +4,7 @@ use sapwood::base::{NamespaceId, OpId, Tier, Time};
 use sapwood::sim::{Call, Pending, Rig};
 use sapwood::tiers::{Alloc, CoreError, Event, LoadBack, LoadState, Prefetch, Refusal, WritePolicy};
 
-use crate::common::{WT1, config, found, t, t1, with_store};
+use crate::common::{WT1, config, flush_device, found, t, t1, with_store};
 
 /// A rig whose host holds `prompts` and whose device holds nothing.
 fn on_host(device: u32, host: u32, write: WritePolicy, prompts: &[&str]) -> Rig {
@@ -15,14 +15,6 @@ fn on_host(device: u32, host: u32, write: WritePolicy, prompts: &[&str]) -> Rig 
     }
     flush_device(&mut rig, device);
     rig
-}
-
-fn flush_device(rig: &mut Rig, device: u32) {
-    let request = rig.request();
-    while rig.alloc(request, device).expect("a live request") != Alloc::Granted {
-        rig.drain();
-    }
-    rig.abort(request).expect("a live request");
 }
 
 #[test]

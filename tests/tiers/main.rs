@@ -2,6 +2,7 @@
 //! checks sanity, conservation and stamps after every step. Public bug reports are named by repository and number.
 
 mod anchor;
+mod attach;
 mod backup;
 mod common;
 mod hung;
