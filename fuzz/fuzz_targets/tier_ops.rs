@@ -14,7 +14,7 @@ use sapwood::base::{NamespaceId, OpId, Time};
 use sapwood::pool::Capacity;
 use sapwood::sim::{Call, Rig};
 use sapwood::tiers::{
-    Alloc, CoreConfig, Event, PageOutcome, PrefetchConfig, PrefetchPolicy, RequestId, StoreConfig,
+    Alloc, CoreConfig, Event, HostTier, PageOutcome, PrefetchConfig, PrefetchPolicy, RequestId, StoreConfig,
     WritePolicy,
 };
 
@@ -103,6 +103,15 @@ enum Op {
     /// An event that no action asked for.
     Stray(Int<0, 40>, u8),
     ForgetStore,
+    SetPolicy(Write, bool),
+    DetachHost,
+    AttachHost {
+        pages: Int<0, 24>,
+        write: Write,
+        exclusive: bool,
+        store: Option<Store>,
+    },
+    NewStore(Store),
 }
 
 #[derive(Arbitrary, Debug)]
@@ -125,13 +134,26 @@ struct World {
     now: Time,
 }
 
-fn config(setup: &Setup) -> CoreConfig {
-    let write = match setup.write {
+fn write(of: Write) -> WritePolicy {
+    match of {
         Write::Through(threshold) => WritePolicy::WriteThrough { threshold: threshold.0 },
         Write::Selective => WritePolicy::WriteThroughSelective,
         Write::Back => WritePolicy::WriteBack,
         Write::Never => WritePolicy::None,
-    };
+    }
+}
+
+fn store(of: Store) -> StoreConfig {
+    StoreConfig {
+        batch_pages: of.batch_pages.0,
+        pages_in_flight_max: 2 * of.batch_pages.0,
+        queue_nodes_max: of.queue_nodes_max.0,
+        attempts_max: of.attempts_max.0,
+        retry_ms: 1,
+    }
+}
+
+fn config(setup: &Setup) -> CoreConfig {
     let policy = match setup.wait {
         Wait::BestEffort => PrefetchPolicy::BestEffort,
         Wait::Complete => PrefetchPolicy::WaitComplete,
@@ -141,14 +163,8 @@ fn config(setup: &Setup) -> CoreConfig {
     };
     CoreConfig {
         host: Capacity::Pages(setup.host_pages.0),
-        write,
-        store: setup.store.map(|store| StoreConfig {
-            batch_pages: store.batch_pages.0,
-            pages_in_flight_max: 2 * store.batch_pages.0,
-            queue_nodes_max: store.queue_nodes_max.0,
-            attempts_max: store.attempts_max.0,
-            retry_ms: 1,
-        }),
+        write: write(setup.write),
+        store: setup.store.map(store),
         prefetch: PrefetchConfig {
             policy,
             threshold_tokens: setup.threshold_pages.0 * setup.page_size.0,
@@ -252,6 +268,20 @@ impl World {
             }
             Op::Stray(number, kind) => self.stray(u64::from(number.0), *kind),
             Op::ForgetStore => self.rig.clear_store(),
+            Op::SetPolicy(to, exclusive) => drop(self.rig.set_write_policy(write(*to), *exclusive)),
+            Op::DetachHost => drop(self.rig.detach_host()),
+            Op::AttachHost { pages, write: policy, exclusive, store: behind } => {
+                let of_component = Capacity::Pages(0);
+                drop(self.rig.attach_host(HostTier {
+                    pages: Capacity::Pages(pages.0),
+                    window: of_component,
+                    state: of_component,
+                    write: write(*policy),
+                    exclusive: *exclusive,
+                    store: behind.map(store),
+                }));
+            }
+            Op::NewStore(to) => drop(self.rig.new_store(store(*to))),
             Op::Match(which)
             | Op::Prefetch(which)
             | Op::Poll(which)
