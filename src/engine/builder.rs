@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::cache::PrefixCache;
+use super::cache::{Parts, PrefixCache};
 use super::delivery::Delivery;
 use super::draft::{DraftPlan, DraftPlanError};
 use super::executor::{Bell, Executor};
@@ -379,9 +379,7 @@ impl Builder {
         let draft = self.draft.unwrap_or_else(|| DraftPlan::of(&self.geometry));
         draft.check(&self.geometry)?;
         let mut config = self.core_config(device.as_ref())?;
-        let plan = self.memory_plan()?;
-        let capacities = host_capacities(&config);
-        let arena = Arc::new(HostArena::with_plan(Arc::clone(&self.geometry), capacities, &plan)?);
+        let arena = host_arena(&self.geometry, host_capacities(&config), &self.memory, self.store.as_ref())?;
         let mapped = |pool| Capacity::Pages(arena.pages(pool));
         config.host = mapped(PoolKind::Full);
         config.window = config.window.map(|w| WindowConfig { host: mapped(PoolKind::Window), ..w });
@@ -416,7 +414,16 @@ impl Builder {
         };
         let store = (lane, lane_config, self.votes);
         let executor = Executor::new(device, store, Arc::clone(&self.geometry), self.delivery, heard);
-        Ok(PrefixCache::assemble(self.geometry, arena, core, executor, self.agreement, self.scrub))
+        Ok(PrefixCache::assemble(Parts {
+            geometry: self.geometry,
+            arena,
+            memory: self.memory,
+            core,
+            store_config: self.store_config,
+            executor,
+            agreement: self.agreement,
+            scrub: self.scrub,
+        }))
     }
 
     fn core_config(&self, device: &dyn Device) -> Result<CoreConfig, BuildError> {
@@ -449,22 +456,27 @@ impl Builder {
         config.validate()?;
         Ok(config)
     }
+}
 
-    /// The plan for all pools, as the store needs it.
-    fn memory_plan(&self) -> Result<MemoryPlan, BuildError> {
-        let mut plan = self.memory.clone();
-        if let Some(store) = &self.store {
-            let caps = store.caps();
-            match (caps.arena, plan.mapping.sharing) {
-                (ArenaNeed::SharedFd, Sharing::Private) => plan.mapping.sharing = Sharing::Shared,
-                (ArenaNeed::BackendAllocated, _) => {
-                    return Err(BuildError::BackendAllocated { store: caps.name });
-                }
-                _ => {}
+/// Memory for a host tier of these sizes, where the store, if there is one, can reach it.
+pub(super) fn host_arena(
+    geometry: &Arc<Geometry>,
+    sizes: Capacities,
+    plan: &MemoryPlan,
+    store: Option<&Arc<dyn Store>>,
+) -> Result<Arc<HostArena>, BuildError> {
+    let mut plan = plan.clone();
+    if let Some(store) = store {
+        let caps = store.caps();
+        match (caps.arena, plan.mapping.sharing) {
+            (ArenaNeed::SharedFd, Sharing::Private) => plan.mapping.sharing = Sharing::Shared,
+            (ArenaNeed::BackendAllocated, _) => {
+                return Err(BuildError::BackendAllocated { store: caps.name });
             }
+            _ => {}
         }
-        Ok(plan)
     }
+    Ok(Arc::new(HostArena::with_plan(Arc::clone(geometry), sizes, &plan)?))
 }
 
 /// First touch of host memory is three times as fast in huge pages, and copies need fewer translations.

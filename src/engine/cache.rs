@@ -1,6 +1,6 @@
 //! The facade: one object, one owner, no call that waits.
 
-mod store;
+mod tiers;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::executor::{BytesMoved, Executor};
 use super::report::{MissingPlane, StoreReport};
 use super::request::Request;
 use crate::backend::device::DeviceError;
-use crate::backend::host::HostArena;
+use crate::backend::host::{HostArena, MemoryPlan};
 use crate::backend::store::Store;
 use crate::base::containers::Map;
 use crate::base::{Fence, NamespaceId, NodeId, OpId, PageId, Tier, Time, Violation};
@@ -21,11 +21,11 @@ use crate::pool::{Geometry, Plane, PlaneId, PlaneSet, PoolKind};
 use crate::tiers::{
     AgreeError, Agreement, Alloc, Checkpoint, Core, CoreError, LoadBack, LoadState, MatchInfo, OpLog,
     PageCounts, Prefetch, PrefetchPolicy, PrefetchState, Rates, RequestComponents, RequestId, Stats,
-    WritePolicy,
+    StoreConfig, WritePolicy,
 };
 use crate::tree::Component;
 
-pub use store::NewWeightsError;
+pub use tiers::TierError;
 
 /// Why a call failed.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -113,7 +113,11 @@ impl From<FinishError> for CacheError {
 pub struct PrefixCache {
     geometry: Arc<Geometry>,
     arena: Arc<HostArena>,
+    /// How the memory of a host tier is had.
+    memory: MemoryPlan,
     core: Core,
+    /// How a store that comes later is written to.
+    store_config: StoreConfig,
     executor: Executor,
     agreement: Box<dyn Agreement>,
     dropped: Receiver<RequestId>,
@@ -122,6 +126,18 @@ pub struct PrefixCache {
     /// When the store was last told that a node is used.
     touched: Map<NodeId, Time>,
     now: Time,
+}
+
+/// What a [`PrefixCache`] is put together from.
+pub(super) struct Parts {
+    pub(super) geometry: Arc<Geometry>,
+    pub(super) arena: Arc<HostArena>,
+    pub(super) memory: MemoryPlan,
+    pub(super) core: Core,
+    pub(super) store_config: StoreConfig,
+    pub(super) executor: Executor,
+    pub(super) agreement: Box<dyn Agreement>,
+    pub(super) scrub: Option<Scrub>,
 }
 
 /// A node's pages are touched in the store at most so often, in microseconds.
@@ -135,20 +151,26 @@ impl PrefixCache {
         Builder::new(geometry)
     }
 
-    pub(super) fn assemble(
-        geometry: Arc<Geometry>,
-        arena: Arc<HostArena>,
-        mut core: Core,
-        executor: Executor,
-        agreement: Box<dyn Agreement>,
-        scrub: Option<Scrub>,
-    ) -> Self {
+    pub(super) fn assemble(parts: Parts) -> Self {
+        let Parts { geometry, arena, memory, mut core, store_config, executor, agreement, scrub } = parts;
         if scrub.is_some() {
             core.note_freed();
         }
         let (drops, dropped) = unbounded();
-        let (touched, now) = (Map::default(), Time::ZERO);
-        PrefixCache { geometry, arena, core, executor, agreement, dropped, drops, scrub, touched, now }
+        PrefixCache {
+            geometry,
+            arena,
+            memory,
+            core,
+            store_config,
+            executor,
+            agreement,
+            dropped,
+            drops,
+            scrub,
+            touched: Map::default(),
+            now: Time::ZERO,
+        }
     }
 
     /// Interns a namespace. Equal fields give equal ids.

@@ -1,7 +1,7 @@
 //! Carries out actions and brings back events. Decides nothing.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
@@ -91,6 +91,8 @@ pub(super) struct Executor {
     device: Box<dyn Device>,
     lane: Option<StoreLane>,
     lane_config: LaneConfig,
+    /// The store that was taken away last; keeps its address from being used again.
+    last_store: Option<Weak<dyn Store>>,
     votes: Box<dyn RankVotes>,
     /// Seeds of the namespaces that are known, for the next lane.
     namespaces: BTreeMap<NamespaceId, Option<[u8; 32]>>,
@@ -138,6 +140,7 @@ impl Executor {
             device,
             lane,
             lane_config,
+            last_store: None,
             votes,
             namespaces: BTreeMap::new(),
             gaps: Gaps::default(),
@@ -225,6 +228,7 @@ impl Executor {
     pub(super) fn detach_store(&mut self, until: Instant) -> Option<Arc<dyn Store>> {
         match self.lane.take()?.detach(until) {
             Ok((ended, store)) => {
+                self.last_store = Some(Arc::downgrade(&store));
                 ended.into_iter().for_each(|e| self.lane_ended(e));
                 Some(store)
             }
@@ -257,6 +261,28 @@ impl Executor {
                 Err(RegistrationError::Thread(error))
             }
         }
+    }
+
+    /// Whether this is the store that was taken away last.
+    pub(super) fn had_store(&self, store: &Arc<dyn Store>) -> bool {
+        let address = |store: *const dyn Store| store.cast::<()>();
+        self.last_store.as_ref().is_some_and(|last| address(last.as_ptr()) == address(Arc::as_ptr(store)))
+    }
+
+    /// What was stored is not remembered any more.
+    pub(super) fn forget_last_store(&mut self) {
+        self.last_store = None;
+    }
+
+    /// Gives the device the memory of a host tier.
+    pub(super) fn attach_host(&mut self, arena: &Arc<HostArena>) -> Result<(), DeviceError> {
+        self.device.attach_host(Arc::clone(arena))
+    }
+
+    /// Takes it away. Nothing is in flight.
+    pub(super) fn detach_host(&mut self) -> Result<(), DeviceError> {
+        self.gaps.forget_host();
+        self.device.detach_host()
     }
 
     /// Whether there is a store that wants to know what is used.

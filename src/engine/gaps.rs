@@ -61,6 +61,11 @@ impl Gaps {
         }
     }
 
+    /// The host tier is gone.
+    pub(super) fn forget_host(&mut self) {
+        self.host.clear();
+    }
+
     pub(super) fn read(&mut self, read: &[Gap]) {
         for &Gap { pool, page, planes } in read {
             if planes == PlaneSet::NONE {

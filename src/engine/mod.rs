@@ -19,7 +19,7 @@ mod report;
 mod request;
 
 pub use builder::{BuildError, Builder, ModelIdentity};
-pub use cache::{CacheError, ComputeError, FinishError, NewWeightsError, PrefixCache};
+pub use cache::{CacheError, ComputeError, FinishError, PrefixCache, TierError};
 pub use delivery::{CostModel, Delivery};
 pub use draft::{DraftPlan, DraftPlanError};
 pub use executor::BytesMoved;

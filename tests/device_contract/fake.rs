@@ -51,6 +51,11 @@ fn key(stream: StreamId) -> u64 {
 }
 
 impl FakeDriver {
+    /// Pieces of host memory that are registered.
+    pub(crate) fn registered(&self) -> usize {
+        self.lock().registered.len()
+    }
+
     pub(crate) fn new(can: Capabilities) -> FakeDriver {
         FakeDriver { state: Arc::default(), can }
     }

@@ -294,6 +294,31 @@ fn a_failed_copy_is_reported_once_and_frees_its_pages_only_if_it_is_over() {
     }
 }
 
+/// A host tier that goes and comes: not under a job, and then with everything the driver knew of it.
+#[test]
+fn the_host_arena_can_be_exchanged() {
+    for mut rig in rigs() {
+        let work = rig.compute_begin();
+        let (src, dst) = (ids(&[1]), ids(&[10]));
+        let parts = [CopyPart::full(&src, &dst)];
+        let held = rig.try_submit(Direction::DeviceToHost, &parts, false, work).unwrap();
+        assert!(matches!(rig.device().detach_host(), Err(DeviceError::HostInUse { jobs: 1 })));
+        rig.compute_end(work);
+        rig.wait(1);
+        drop(held);
+        rig.device().detach_host().unwrap();
+        rig.device().detach_host().unwrap();
+        assert_eq!(rig.registered(), 0, "{}", rig.name);
+        let refused = rig.try_submit(Direction::DeviceToHost, &parts, false, Fence::SETTLED);
+        assert!(matches!(refused, Err(DeviceError::NoHostArena)), "{}", rig.name);
+        rig.exchange_arena();
+        rig.stamp(Tier::Device, PoolKind::Full, 1, 5);
+        let copy = rig.submit(Direction::DeviceToHost, &parts, false);
+        assert_eq!(rig.wait(1)[0].transfer, copy.id());
+        rig.assert_stamp(Tier::Host, PoolKind::Full, 10, 5);
+    }
+}
+
 #[test]
 fn closing_takes_no_more_and_counts_what_is_left() {
     for mut rig in rigs() {

@@ -231,6 +231,21 @@ impl Rig {
         }
     }
 
+    /// Another host arena in place of the one that was detached.
+    pub(crate) fn exchange_arena(&mut self) {
+        let arena = Arc::new(HostArena::new(Arc::clone(&self.geometry), capacities(HOST_PAGES)).unwrap());
+        self.device().attach_host(Arc::clone(&arena)).unwrap();
+        self.arena = arena;
+    }
+
+    /// Pieces of host memory that the driver knows; only the fake one tells.
+    pub(crate) fn registered(&self) -> usize {
+        match &self.kind {
+            Kind::Stream(_, driver, _) => driver.registered(),
+            _ => 0,
+        }
+    }
+
     pub(crate) fn is_soft(&self) -> bool {
         matches!(self.kind, Kind::Soft(_))
     }

@@ -8,15 +8,18 @@ use sapwood::backend::store::Store;
 use sapwood::backend::store::file::{FileConfig, FileStore};
 use sapwood::backend::store::mem::MemStore;
 use sapwood::base::{Fence, NamespaceId, Time};
-use sapwood::engine::{CacheError, ComputeError, NewWeightsError, PrefixCache, Request};
+use sapwood::engine::{CacheError, ComputeError, PrefixCache, Request, TierError};
 use sapwood::key::Namespace;
-use sapwood::pool::{Capacities, Capacity};
+use sapwood::pool::{Capacities, Capacity, PoolKind};
 use sapwood::tiers::{
-    Alloc, CoreError, LoadBack, LoadState, OpLog, Prefetch, PrefetchPolicy, PrefetchState, Rates, Refusal,
-    WritePolicy,
+    Alloc, CoreError, HostTier, LoadBack, LoadState, OpLog, Prefetch, PrefetchPolicy, PrefetchState, Rates,
+    Refusal, WritePolicy,
 };
 
 use crate::kit::{Choices, Engine, PAGE_TOKENS, Shape, Sizes, builder, prompt};
+
+/// For waits that end long before.
+const LONG: Duration = Duration::from_secs(60);
 
 /// What a scheduler did replays to the same decisions, through the text of the log.
 #[test]
@@ -187,7 +190,7 @@ fn nothing_of_the_old_weights_is_found_after_an_update() {
         let request = engine.cache.request(namespace);
         let in_the_way = engine.cache.set_weights_epoch(1, Duration::from_secs(10));
         let in_use = CacheError::Core(CoreError::InUse { requests: 1, operations: 0 });
-        assert!(matches!(in_the_way, Err(NewWeightsError::Cache(e)) if e == in_use));
+        assert!(matches!(in_the_way, Err(TierError::Cache(e)) if e == in_use));
         engine.cache.abort(request, Fence::SETTLED).unwrap();
         assert_eq!(engine.run(&old).device_tokens, 24);
 
@@ -207,5 +210,82 @@ fn nothing_of_the_old_weights_is_found_after_an_update() {
         before.cache.set_weights_epoch(1, Duration::from_secs(10)).unwrap();
         before.weights = 1;
         assert!(before.run(&old).host_tokens > 0, "{shape:?}");
+    }
+}
+
+/// Pages that a second cache finds of a prompt in the store of one that had it from the start: where a state is kept decides.
+fn engine_alone(shape: Shape, tokens: &[u32]) -> usize {
+    let store: Arc<dyn Store> = Arc::new(MemStore::new(1 << 22));
+    let mut engine = Engine::new(shape, Sizes::AMPLE, Some(Arc::clone(&store)));
+    engine.run(tokens);
+    engine.settle();
+    let pages = Engine::new(shape, Sizes::AMPLE, Some(store)).run(tokens).pages;
+    assert!(pages > 0, "{shape:?}");
+    pages
+}
+
+/// The host tier goes while requests run, its memory with it, and comes back in another size; the bytes that the model is
+/// handed are right throughout.
+#[test]
+fn the_host_tier_goes_and_comes_while_requests_run() {
+    for shape in Shape::EACH {
+        let store: Arc<dyn Store> = Arc::new(MemStore::new(1 << 22));
+        let mut engine = Engine::new(shape, Sizes::AMPLE, Some(Arc::clone(&store)));
+        let (old, new) = (prompt(1, 6), prompt(2, 6));
+        engine.run(&old);
+        engine.settle();
+        engine.run(&prompt(3, 6));
+        let mut alive = engine.cache.request(NamespaceId::DEFAULT);
+        engine.cache.match_prefix(&mut alive, &old).unwrap();
+        let mapped = engine.cache.host_memory().pages(PoolKind::Full);
+        let (tier, taken) = engine.cache.detach_host(LONG).unwrap();
+        assert!(Arc::ptr_eq(&taken.unwrap(), &store));
+        assert_eq!((mapped, engine.cache.host_memory().pages(PoolKind::Full)), (96, 0));
+        assert_eq!(engine.run(&old).device_tokens, 24, "{shape:?}: the device serves on");
+        engine.run(&new);
+        assert!(engine.cache.is_idle(), "nothing is copied anywhere");
+        engine.cache.abort(alive, Fence::SETTLED).unwrap();
+        assert!(matches!(
+            engine.cache.attach_store(Arc::clone(&store)),
+            Err(TierError::Cache(CacheError::Core(CoreError::Config(_))))
+        ));
+
+        let smaller = HostTier { pages: Capacity::Pages(48), ..tier };
+        engine.cache.attach_host(smaller, Some(Arc::clone(&store))).unwrap();
+        let again = engine.cache.attach_host(tier, None);
+        assert!(matches!(again, Err(TierError::Cache(CacheError::Core(CoreError::HostPresent)))));
+        engine.run(&new);
+        engine.settle();
+        // What was computed without a host tier has reached the store.
+        let mut other = Engine::new(shape, Sizes::AMPLE, Some(store));
+        for tokens in [&new, &old] {
+            assert!(other.run(tokens).pages >= engine_alone(shape, tokens), "{shape:?}");
+        }
+    }
+}
+
+/// A store comes to a cache that was built without one: what the host holds is stored under the names that another cache
+/// asks for. A second store gets it, too.
+#[test]
+fn a_store_comes_to_a_cache_that_had_none() {
+    for shape in Shape::EACH {
+        let mut engine = Engine::new(shape, Sizes::AMPLE, None);
+        let tokens = prompt(1, 6);
+        engine.run(&tokens);
+        engine.settle();
+        for _ in 0..2 {
+            let store: Arc<dyn Store> = Arc::new(MemStore::new(1 << 22));
+            assert!(engine.cache.attach_store(Arc::clone(&store)).unwrap());
+            engine.settle();
+            let put = engine.cache.bytes_moved().store_put;
+            // The same one again: it is known to have everything.
+            engine.cache.detach_store(LONG).unwrap().unwrap();
+            assert!(engine.cache.attach_store(Arc::clone(&store)).unwrap());
+            engine.settle();
+            assert_eq!(engine.cache.bytes_moved().store_put, put, "{shape:?}");
+            engine.cache.detach_store(LONG).unwrap().unwrap();
+            let mut other = Engine::new(shape, Sizes::AMPLE, Some(store));
+            assert_eq!(other.run(&tokens).pages, engine_alone(shape, &tokens), "{shape:?}");
+        }
     }
 }

@@ -11,7 +11,7 @@ use sapwood::backend::store::group::Grouped;
 use sapwood::backend::store::mem::MemStore;
 use sapwood::backend::store::mooncake::{MooncakeConfig, MooncakeStore};
 use sapwood::backend::store::{Call, Store};
-use sapwood::engine::{BuildError, Builder, DraftPlan, PrefixCache, RankVotes, RegistrationError};
+use sapwood::engine::{BuildError, Builder, DraftPlan, PrefixCache, RankVotes, RegistrationError, TierError};
 use sapwood::pool::{PlaneKind, PoolKind};
 use sapwood::tiers::registration::{Cause, Stage, Vote};
 use sapwood::tiers::{RegistrationPolicy, RegistrationState};
@@ -414,7 +414,7 @@ fn a_store_attached_later_is_checked_like_the_first() {
     assert_eq!(private.run(&prompt(1, PAGES)), Found::default());
     let first = detach(&mut private.cache);
     match private.cache.attach_store(mooncake(&service)) {
-        Err(RegistrationError::Failed { failure, .. }) => {
+        Err(TierError::Registration(RegistrationError::Failed { failure, .. })) => {
             assert!(matches!(failure.cause, Cause::Domain { .. }), "{failure:?}");
             assert_eq!(failure.stage, Stage::PreCheck);
         }

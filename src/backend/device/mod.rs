@@ -67,6 +67,12 @@ pub enum DeviceError {
     /// A second arena was attached.
     #[error("a host arena is attached already")]
     HostArenaTwice,
+    /// The host arena is to go while jobs are in flight.
+    #[error("{jobs} jobs may use the host arena")]
+    HostInUse {
+        /// Jobs whose completion was not reported.
+        jobs: u32,
+    },
     /// The arena holds other planes or another page size than the device.
     #[error("the host arena has another geometry than the device")]
     GeometryMismatch,
@@ -125,9 +131,14 @@ pub trait Device: Send {
     /// Pages of a pool. Valid page ids are below it.
     fn pages(&self, pool: PoolKind) -> u32;
 
-    /// Makes the arena the host side of all later jobs. Once per device; may register memory with a driver
-    /// and take milliseconds per GiB.
+    /// Makes the arena the host side of all later jobs, until [`detach_host`](Device::detach_host). May register memory with a
+    /// driver and take milliseconds per GiB.
     fn attach_host(&mut self, arena: Arc<HostArena>) -> Result<(), DeviceError>;
+
+    /// Lets go of the arena, if there is one: what the driver knows of its memory is forgotten, and another one can be
+    /// attached. Refused while a job's completion was not reported. If the driver does not let go, the memory stays mapped
+    /// for the life of the process.
+    fn detach_host(&mut self) -> Result<(), DeviceError>;
 
     /// Starts a job behind `after`, the last use of its device pages by compute: for a copy to the host the
     /// work that writes them, for a copy to the device all work that may still read or write them.

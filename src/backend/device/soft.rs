@@ -638,6 +638,16 @@ impl Device for SoftDevice {
         Ok(())
     }
 
+    fn detach_host(&mut self) -> Result<(), DeviceError> {
+        let mut s = self.lock();
+        let jobs = s.in_flight.iter().sum();
+        if jobs > 0 {
+            return Err(DeviceError::HostInUse { jobs });
+        }
+        s.host = None;
+        Ok(())
+    }
+
     fn submit(&mut self, job: &CopyJob<'_>, after: Fence) -> Result<Submit, DeviceError> {
         let shared = &self.owner.shared;
         let mut s = shared.lock();

@@ -496,6 +496,23 @@ impl<D: Driver> Device for StreamDevice<D> {
         Ok(())
     }
 
+    fn detach_host(&mut self) -> Result<(), DeviceError> {
+        self.check_alive()?;
+        let jobs = self.in_flight();
+        if jobs > 0 {
+            return Err(DeviceError::HostInUse { jobs });
+        }
+        let Some(host) = self.host.take() else { return Ok(()) };
+        match self.unregister(&host.arena) {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                // The driver may still map it.
+                std::mem::forget(host.arena);
+                Err(error.into())
+            }
+        }
+    }
+
     fn submit(&mut self, job: &CopyJob<'_>, after: Fence) -> Result<Submit, DeviceError> {
         self.check_alive()?;
         if after.number() > self.compute_last {
@@ -581,6 +598,20 @@ impl<D: Driver> Device for StreamDevice<D> {
 }
 
 impl<D: Driver> StreamDevice<D> {
+    /// Undoes what `attach_host` registered, all of it, and returns the first failure.
+    fn unregister(&mut self, arena: &HostArena) -> Result<(), DriverError> {
+        let mut result = Ok(());
+        for ((_, region), plane) in arena.regions().zip(self.geometry.planes()) {
+            let page = plane.page_bytes();
+            let chunk = (pages_per_registration(page) * page) as usize;
+            for at in (0..region.len()).step_by(chunk) {
+                let base = region.base().map_addr(|a| a.saturating_add(at));
+                result = result.and(self.driver.unregister_host(base, chunk.min(region.len() - at)));
+            }
+        }
+        result
+    }
+
     /// Transfers whose last event is not done.
     fn unended(&mut self) -> u32 {
         let mut n = 0;
@@ -611,14 +642,7 @@ impl<D: Driver> Drop for StreamDevice<D> {
             return;
         }
         let Some(host) = self.host.take() else { return };
-        for ((_, region), plane) in host.arena.regions().zip(self.geometry.planes()) {
-            let page = plane.page_bytes();
-            let chunk = (pages_per_registration(page) * page) as usize;
-            for at in (0..region.len()).step_by(chunk) {
-                let base = region.base().map_addr(|a| a.saturating_add(at));
-                let undone = self.driver.unregister_host(base, chunk.min(region.len() - at));
-                debug_assert!(undone.is_ok(), "unregistering what was registered: {undone:?}");
-            }
-        }
+        let undone = self.unregister(&host.arena);
+        debug_assert!(undone.is_ok(), "unregistering what was registered: {undone:?}");
     }
 }
