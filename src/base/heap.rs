@@ -1,5 +1,8 @@
 //! An indexed 4-ary min-heap: items are small numbers with one key each, and any of them can be re-keyed or removed.
 
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
 /// Key: compared as a pair.
 pub type HeapKey = (u64, u64);
 
@@ -42,6 +45,13 @@ impl IndexHeap {
     /// Up to four items that are likely to reach the top soon.
     pub fn near_top(&self) -> impl Iterator<Item = u32> + '_ {
         self.entries.iter().skip(1).take(4).map(|e| e.1)
+    }
+
+    /// All items, smallest key first, as lazily as possible: O(log k) for the k-th.
+    pub fn in_order(&self) -> InOrder<'_> {
+        let mut open = BinaryHeap::new();
+        open.extend(self.entries.first().map(|e| Reverse((e.0, 0))));
+        InOrder { heap: self, open }
     }
 
     /// The key of an item.
@@ -124,6 +134,26 @@ impl IndexHeap {
     }
 }
 
+/// See [`IndexHeap::in_order`].
+#[derive(Clone, Debug)]
+pub struct InOrder<'a> {
+    heap: &'a IndexHeap,
+    /// Entries whose parents were shown.
+    open: BinaryHeap<Reverse<(HeapKey, usize)>>,
+}
+
+impl Iterator for InOrder<'_> {
+    type Item = u32;
+
+    fn next(&mut self) -> Option<u32> {
+        let Reverse((_, at)) = self.open.pop()?;
+        let entries = &self.heap.entries;
+        let below = (4 * at + 1).min(entries.len())..(4 * at + 5).min(entries.len());
+        self.open.extend(below.map(|i| Reverse((entries[i].0, i))));
+        Some(entries[at].1)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
@@ -157,6 +187,9 @@ mod tests {
             assert_eq!(heap.near_top().count(), heap.len().saturating_sub(1).min(4));
             assert_eq!(heap.key(item), keys[item as usize]);
             assert_eq!(heap.len(), set.len());
+            if x >> 20 & 127 == 0 {
+                assert!(heap.in_order().eq(set.iter().map(|e| e.1)));
+            }
         }
         assert!(!heap.is_empty() && !heap.remove(1_000));
     }

@@ -126,8 +126,8 @@ impl Model {
         for &((c, at, _), page) in copies {
             self.release(&[(c, at)]);
             let p = &self.pages[&at];
-            let full = if load { p.device } else { p.host };
-            if publish && matches!(full, Slot::There(_)) {
+            let is_there = |slot| matches!(slot, Slot::There(_));
+            if publish && (is_there(p.device) || !load && is_there(p.host)) {
                 self.adopt(at, c, tier, page);
             } else {
                 self.freed[c][tier].push(page);

@@ -98,7 +98,8 @@ impl Core {
         if !granted {
             self.free_component(Component::Window, Tier::Device, &window);
             self.refused(Refusal::NoComponentPages);
-            return Ok(Alloc::Refused { short_pages: windows.max(states), coming_pages: 0 });
+            let coming_pages = self.backups.held_copies();
+            return Ok(Alloc::Refused { short_pages: windows.max(states), coming_pages });
         }
         self.hold_on(id);
         let request = self.requests.get_mut(id.0).ok_or(CoreError::UnknownRequest)?;

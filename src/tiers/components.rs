@@ -28,6 +28,8 @@ pub(super) fn pool_kind(c: Component) -> PoolKind {
 struct Pools {
     device: PagePool,
     host: PagePool,
+    /// Device pages handed out since the last write-ahead.
+    taken: u32,
 }
 
 /// Allocators of all components that are configured.
@@ -40,7 +42,7 @@ pub(super) struct ComponentPools {
 
 impl ComponentPools {
     pub(super) fn new(config: &CoreConfig) -> ComponentPools {
-        let pools = |device, host| Pools { device: pool_of(device), host: pool_of(host) };
+        let pools = |device, host| Pools { device: pool_of(device), host: pool_of(host), taken: 0 };
         ComponentPools {
             pools: [
                 config.window.map(|w| pools(w.device, w.host)),
@@ -82,6 +84,15 @@ impl ComponentPools {
     fn pool_mut(&mut self, c: Component, tier: Tier) -> Option<&mut PagePool> {
         let pools = self.pools[c as usize].as_mut()?;
         Some(if tier == Tier::Device { &mut pools.device } else { &mut pools.host })
+    }
+
+    /// How many pages of a component to have copies of before they are evicted: what was taken since this was asked last
+    /// will be taken again, and nobody waits for the copy of a window. At least the share that is configured.
+    pub(super) fn write_ahead_pages(&mut self, c: Component, percent: u32) -> u32 {
+        let Some(pools) = &mut self.pools[c as usize] else { return 0 };
+        let share = u64::from(pools.device.capacity()) * u64::from(percent) / 100;
+        let deep = std::mem::take(&mut pools.taken).max(share as u32);
+        deep.saturating_sub(pools.device.free_pages())
     }
 
     pub(super) fn free_pages(&self, c: Component, tier: Tier) -> u32 {
@@ -145,9 +156,14 @@ impl Core {
         n: u32,
         into: &mut Vec<PageId>,
     ) -> bool {
-        n == 0
-            || self.make_component_room(c, tier, n)
-                && self.components.pool_mut(c, tier).is_some_and(|pool| pool.alloc(n, into))
+        if n == 0 {
+            return true;
+        }
+        let room = self.make_component_room(c, tier, n);
+        if let (Tier::Device, Some(pools)) = (tier, &mut self.components.pools[c as usize]) {
+            pools.taken = pools.taken.saturating_add(n);
+        }
+        room && self.components.pool_mut(c, tier).is_some_and(|pool| pool.alloc(n, into))
     }
 
     /// One target page for each copy of a plan, in its order, or none at all.

@@ -216,7 +216,8 @@ pub struct CoreConfig {
     /// mirror of the device, and what leaves the device without a host copy is gone.
     pub exclusive: bool,
     /// Victims that are next in line for the device's pages are written to the host ahead of need, so many percent
-    /// of the device pool deep (write-back, and write-through kinds with `exclusive`).
+    /// of the device pool deep (write-back, and write-through kinds with `exclusive`). Windows and states on their own, as
+    /// deep in their pools, and at least as many as were handed out since the last tick.
     pub write_ahead_percent: u32,
     /// Loads from host to device in flight; more wait for their turn.
     pub loads_in_flight_max: u32,

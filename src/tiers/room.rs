@@ -117,6 +117,7 @@ impl Core {
             return;
         }
         let deep = u64::from(self.device.capacity()) * u64::from(self.config.write_ahead_percent) / 100;
+        self.components_ahead();
         // What is free, or on its way out, need not be found any more.
         let found = self.device.free_pages().saturating_add(self.backups.old_pages());
         let mut nodes = Vec::new();

@@ -17,6 +17,8 @@ use crate::tree::{BackupEnd, BackupOutcome, BackupPlan, DeviceEviction};
 #[derive(Debug)]
 struct Backup {
     pages: u32,
+    /// Pages of components.
+    copies: u32,
     /// The copy has ended; the tree holds the publication until the parent's has.
     copied: bool,
     why: Why,
@@ -43,6 +45,8 @@ pub(super) struct Backups {
     leaving_pages: u32,
     /// Those among them that are copied because of their age.
     old_pages: u32,
+    /// Pages of components that copies in flight read.
+    held_copies: u32,
 }
 
 impl Backups {
@@ -66,14 +70,19 @@ impl Backups {
         self.old_pages
     }
 
-    fn count(&mut self, pages: u32, why: Why, add: bool) {
-        let change = |n: &mut u32| *n = if add { *n + pages } else { *n - pages };
-        change(&mut self.held_pages);
-        if why != Why::Due {
-            change(&mut self.old_pages);
+    pub(super) fn held_copies(&self) -> u32 {
+        self.held_copies
+    }
+
+    fn count(&mut self, backup: &Backup, add: bool) {
+        let change = |n: &mut u32, by| *n = if add { *n + by } else { *n - by };
+        change(&mut self.held_pages, backup.pages);
+        change(&mut self.held_copies, backup.copies);
+        if backup.why != Why::Due {
+            change(&mut self.old_pages, backup.pages);
         }
-        if matches!(why, Why::Victim(_)) {
-            change(&mut self.leaving_pages);
+        if matches!(backup.why, Why::Victim(_)) {
+            change(&mut self.leaving_pages, backup.pages);
         }
     }
 }
@@ -108,6 +117,22 @@ impl Core {
         }
         let plan = self.plan_with_room(node, HostRoom::Ahead);
         plan.is_none_or(|mut plan| self.start_backup(&mut plan, Why::Ahead))
+    }
+
+    /// Windows and states that are next to leave the device, on their own: they have less room than Full has, and go before
+    /// it. Without a copy the host would keep prefixes from which nobody can go on.
+    pub(super) fn components_ahead(&mut self) {
+        for c in self.components.configured() {
+            let deep = self.components.write_ahead_pages(c, self.config.write_ahead_percent);
+            let mut nodes = Vec::new();
+            self.tree.components_ahead(c, deep, &mut nodes);
+            for node in nodes {
+                let mut plan = BackupPlan::default();
+                if self.tree.plan_components_ahead(node, &mut plan).is_ok() && !plan.copies.is_empty() {
+                    self.start_backup(&mut plan, Why::Ahead);
+                }
+            }
+        }
     }
 
     /// Copies victims to the host so that they can leave; those that find no host page are dropped. Stops when what is
@@ -188,8 +213,9 @@ impl Core {
             self.violation(&format!("a fresh backup plan was refused: {error}"));
             return false;
         }
-        self.backups.ops.insert(op, Backup { pages, copied: false, why });
-        self.backups.count(pages, why, true);
+        let backup = Backup { pages, copies: plan.copies.len() as u32, copied: false, why };
+        self.backups.count(&backup, true);
+        self.backups.ops.insert(op, backup);
         let after = self.fence;
         self.act(Action::CopyToHost { op, pairs, after });
         true
@@ -216,7 +242,7 @@ impl Core {
             self.violation("the tree ended a backup that is not in flight");
             return;
         };
-        self.backups.count(backup.pages, backup.why, false);
+        self.backups.count(&backup, false);
         self.digest.mix(end.op.0);
         match end.outcome {
             BackupOutcome::Failed { returned } => {

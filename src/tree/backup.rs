@@ -28,10 +28,7 @@ impl Tree {
     /// # Errors
     /// Unknown node, the root, or a node that is not on the device.
     pub fn plan_backup(&self, node: NodeId, plan: &mut BackupPlan) -> Result<(), TreeError> {
-        plan.nodes.clear();
-        plan.node_pages.clear();
-        plan.device_pages.clear();
-        plan.copies.clear();
+        plan.clear_for(node);
         plan.target = None;
         let mut at = self.slot_below_root(node)?;
         if self.arena.nodes[at as usize].device != Residency::Present {
@@ -60,11 +57,7 @@ impl Tree {
     /// # Errors
     /// Unknown node, the root, or a node that is not backed up.
     pub fn plan_component_catch_up(&self, node: NodeId, plan: &mut BackupPlan) -> Result<(), TreeError> {
-        plan.nodes.clear();
-        plan.node_pages.clear();
-        plan.device_pages.clear();
-        plan.copies.clear();
-        plan.target = Some(node);
+        plan.clear_for(node);
         let at = self.slot_below_root(node)?;
         if self.arena.nodes[at as usize].host != Residency::Present {
             return Err(TreeError::NotBackedUp(node));

@@ -188,6 +188,17 @@ pub struct BackupPlan {
     pub target: Option<NodeId>,
 }
 
+impl BackupPlan {
+    /// Empties it, for component pages of `target` alone.
+    pub(super) fn clear_for(&mut self, target: NodeId) {
+        self.nodes.clear();
+        self.node_pages.clear();
+        self.device_pages.clear();
+        self.copies.clear();
+        self.target = Some(target);
+    }
+}
+
 /// Nodes to copy to the device. Reuse one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadPlan {

@@ -1,7 +1,7 @@
 //! Windows and states beside full attention, through every flow. The rig verifies their stamps wherever a request is
 //! handed something, and counts every page of every pool.
 
-use sapwood::base::{NamespaceId, Tier};
+use sapwood::base::{NamespaceId, Tier, Time};
 use sapwood::pool::Capacity;
 use sapwood::sim::{Call, Pending, Rig};
 use sapwood::tiers::{
@@ -66,6 +66,30 @@ fn what_leaves_the_device_comes_back_with_its_window_and_state() {
         flush_device(&mut rig, 8);
         assert_eq!(found(&rig, "ABCD"), (0, 4), "{write:?}");
         // `serve` loads back and verifies all three pools.
+        assert_eq!(rig.serve(&t("ABCDE")).host_tokens, 16);
+        rig.drain();
+        rig.assert_quiet();
+    }
+}
+
+/// Windows have less room on the device than Full, so they go first. Under the policies that write what leaves they are
+/// written ahead, on their own, or the host would keep prefixes from which nobody can go on.
+#[test]
+fn windows_that_leave_before_their_pages_are_written() {
+    for (write, exclusive) in [(WritePolicy::WriteBack, false), (WT1, true)] {
+        let mut config = hybrid(config(16, 16, write));
+        (config.exclusive, config.write_ahead_percent) = (exclusive, 0);
+        config.window = Some(WindowConfig { device: Capacity::Pages(8), ..config.window.unwrap() });
+        let mut rig = Rig::new(config);
+        for (at, prompt) in ["ABCD", "EFGH", "IJKL", "MNOP", "QRST"].into_iter().enumerate() {
+            rig.serve(&t(prompt));
+            rig.tick(Time(at as u64));
+            rig.drain();
+        }
+        let windows = rig.core.component_counts(Component::Window, Tier::Device).cached_pages;
+        assert_eq!((windows, found(&rig, "MNOP").0), (8, 4), "the others have no window on the device");
+        assert_eq!(found(&rig, "ABCD"), (0, 4), "{write:?}");
+        // Loads back and verifies.
         assert_eq!(rig.serve(&t("ABCDE")).host_tokens, 16);
         rig.drain();
         rig.assert_quiet();

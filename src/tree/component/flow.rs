@@ -4,7 +4,7 @@ use crate::base::plant::{Plant, is_planted};
 use crate::base::{NodeId, PageId, Tier, Violation};
 
 use super::super::node::{NIL, NO_PAGE, ROOT, Residency};
-use super::super::{Tree, TreeError};
+use super::super::{BackupPlan, Tree, TreeError};
 use super::{ALL, Component, ComponentCopy, InsertComponents, any_pages};
 
 impl Tree {
@@ -129,6 +129,59 @@ impl Tree {
         }
     }
 
+    /// Lists the nodes that hold the first `within_pages` pages of a component to be evicted from the device, as far as
+    /// some of them have no copy on the host. O(k log k) for k nodes.
+    pub fn components_ahead(&self, c: Component, within_pages: u32, out: &mut Vec<NodeId>) {
+        let mut left = within_pages;
+        for order in &self.orders.components[c as usize][Tier::Device as usize] {
+            for at in order.in_order() {
+                if left == 0 {
+                    return;
+                }
+                let node = &self.arena.nodes[at as usize];
+                let run = &self.arena.runs[node.run as usize];
+                let goes = |&page: &usize| {
+                    run.component_page(c, Tier::Device, page).is_some() && !run.is_held(c, page)
+                };
+                let bare = |page: usize| run.component_page(c, Tier::Host, page).is_none();
+                let (pages, lacks) = node
+                    .range()
+                    .filter(goes)
+                    .fold((0, false), |(n, lacks), page| (n + 1, lacks || bare(page)));
+                left = left.saturating_sub(pages);
+                if lacks {
+                    out.push(self.arena.id(at));
+                }
+            }
+        }
+    }
+
+    /// Plans copies to the host of the component pages of `node` that nobody holds and that have none there: of all components,
+    /// as a window page takes the state at its place along. Full stays where it is: a component's page may lie on the
+    /// host as long as Full lies anywhere. O(pages of the node).
+    ///
+    /// # Errors
+    /// Unknown node, the root, or a node that is not on the device.
+    pub fn plan_components_ahead(&self, node: NodeId, plan: &mut BackupPlan) -> Result<(), TreeError> {
+        plan.clear_for(node);
+        let at = self.slot_below_root(node)?;
+        let n = &self.arena.nodes[at as usize];
+        if n.device != Residency::Present {
+            return Err(TreeError::NotOnDevice(node));
+        }
+        let run = &self.arena.runs[n.run as usize];
+        let pages = ALL.into_iter().flat_map(|c| n.range().map(move |page| (c, page)));
+        for (c, page) in pages.filter(|&(c, page)| !run.is_held(c, page)) {
+            if let (Some(source), None) =
+                (run.component_page(c, Tier::Device, page), run.component_page(c, Tier::Host, page))
+            {
+                let position = n.depth + (page - n.from as usize) as u32;
+                plan.copies.push(ComponentCopy { component: c, position, source });
+            }
+        }
+        Ok(())
+    }
+
     /// Component pages to load so that a request can go on at the end of `target`.
     pub(in crate::tree) fn plan_component_load(&self, target: u32, copies: &mut Vec<ComponentCopy>) {
         copies.clear();
@@ -176,8 +229,8 @@ impl Tree {
         }
     }
 
-    /// Ends the component copies of an operation: published where the Full copy is there and the hole still is; freed
-    /// otherwise.
+    /// Ends the component copies of an operation: published where there is a Full copy for them to lie under (on the device
+    /// for those on the device, on either tier for those on the host) and the hole still is; freed otherwise.
     pub(in crate::tree) fn end_copies(
         &mut self,
         anchor: u32,
@@ -191,9 +244,10 @@ impl Tree {
             let place = self.positions(anchor, copy.position..copy.position + 1);
             let Some(&(at, page, _)) = place.first() else { continue };
             let node = &self.arena.nodes[at as usize];
-            let full = if to == Tier::Device { node.device } else { node.host };
+            let under =
+                node.device == Residency::Present || to == Tier::Host && node.host == Residency::Present;
             let hole = self.arena.runs[node.run as usize].component_page(c, to, page).is_none();
-            if publish && hole && full == Residency::Present {
+            if publish && hole && under {
                 self.set_component(c, to, at, page, id);
                 self.orders.refresh_components(&self.arena, at);
             } else {
