@@ -137,10 +137,10 @@ impl Tree {
         let low = &self.arena.nodes[child as usize];
         // A store write pins its nodes.
         let held = |n: &Node| n.locks | n.pins != 0 || n.op != NIL;
-        // Neighbours in the list are equally old, whatever their ticks say, unless an operation gives one back that
-        // belongs between them; a heap goes by the ticks.
+        // Neighbours in the list are equally old, whatever their ticks say, unless something that stands elsewhere belongs
+        // between them: in an operation, or kept for a session. A heap goes by the ticks.
         let in_list = self.orders.policy.is_list() && !self.has_components() && low.listed != Listed::Nowhere;
-        let listed = in_list && self.stats.ops == 0;
+        let listed = in_list && self.stats.ops == 0 && self.sessions.is_empty();
         let close = self.orders.adaptive.as_ref().is_some_and(|a| a.alike(up.tick, low.tick));
         let same_age = up.tick == low.tick || close || listed && low.order.newer == at;
         let alike = (up.device, up.host, up.hits, up.priority, up.reach, up.created)
