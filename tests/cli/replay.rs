@@ -162,7 +162,9 @@ fn json_chart_and_table_are_written() {
     let output = command("--requests 40").arg("--chart").arg(&chart).output().unwrap();
     assert!(output.status.success());
     let table = text(&output.stdout);
-    for part in ["requests", "tokens hit", "device", "store put", "p99", "verified", "digest"] {
+    for part in
+        ["requests", "tokens hit", "prefill saved", "device", "store put", "p99", "verified", "digest"]
+    {
         assert!(table.contains(part), "{part} is missing in\n{table}");
     }
     assert!(output.stderr.is_empty(), "a pipe is no terminal: {}", text(&output.stderr));

@@ -108,6 +108,9 @@ pub(crate) struct Args {
     /// Modelled time of one prompt token
     #[arg(long, value_name = "US", default_value_t = 20.0, value_parser = positive)]
     pub(crate) prefill_us_per_token: f64,
+    /// Position in a prompt at which attention makes a token cost twice; counted in the seconds saved only
+    #[arg(long, value_name = "TOKENS", default_value_t = 32_768.0, value_parser = positive)]
+    pub(crate) knee_tokens: f64,
     /// Modelled time of one decode step
     #[arg(long, value_name = "US", default_value_t = 8_000.0, value_parser = positive)]
     pub(crate) decode_us_per_step: f64,

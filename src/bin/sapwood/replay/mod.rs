@@ -14,6 +14,7 @@ mod hist;
 mod model;
 mod oracle;
 mod report;
+mod saved;
 mod sched;
 mod session;
 mod setup;
@@ -169,6 +170,7 @@ fn report(args: &Args, input: &Input, scheduler: &Scheduler<'_>) -> Report {
         retracted: counts.retracted,
         input_tokens: counts.input_tokens,
         hit_tokens: counts.hits,
+        saved: counts.saved,
         computed_tokens: counts.computed_tokens,
         decoded_tokens: counts.decoded_tokens,
         evicted_pages: PerTier {

@@ -7,6 +7,7 @@ use std::io::{self, Write};
 use serde::Serialize;
 
 use super::hist::Quantiles;
+use super::saved::Saved;
 
 /// Prompt tokens by the tier that had them.
 #[derive(Clone, Copy, Default, Debug, Serialize, PartialEq, Eq)]
@@ -62,6 +63,8 @@ pub(crate) struct Report {
     pub(crate) input_tokens: u64,
     /// Hits at a request's first admission.
     pub(crate) hit_tokens: Hits,
+    /// What they were worth.
+    pub(crate) saved: Saved,
     /// Prompt tokens computed, recomputed ones included.
     pub(crate) computed_tokens: u64,
     /// Answer tokens computed.
@@ -145,6 +148,15 @@ impl Report {
         for (name, tokens) in [("device", hits.device), ("host", hits.host), ("store", hits.store)] {
             writeln!(out, "  {name:<12} {:>16} ({:.2} %)", grouped(tokens), share(tokens))?;
         }
+        let saved = self.saved;
+        writeln!(
+            out,
+            "prefill saved  {:.0} s of {:.0} s ({:.2} %), {:.0} s when loads are paid for",
+            saved.hit_s,
+            saved.prefill_s,
+            100.0 * saved.hit_s / saved.prefill_s.max(f64::MIN_POSITIVE),
+            saved.net_s()
+        )?;
         if let Some(oracle) = self.oracle_hit_tokens {
             let verdict = match (self.oracle_is_exact, oracle == hits.total()) {
                 (true, true) => "equal",
@@ -268,6 +280,7 @@ pub(crate) mod tests {
             rejected: 0,
             retracted: 0,
             input_tokens: 1000,
+            saved: Saved::default(),
             hit_tokens: Hits { device: 300, host: 200, store: 100 },
             computed_tokens: 400,
             decoded_tokens: 50,

@@ -13,6 +13,7 @@ use super::chart::Timeline;
 use super::error::RunError;
 use super::model::{Mismatch, Model};
 use super::report::Hits;
+use super::saved::Saved;
 use super::session::{Abort, Session, Waiting, end_tokens};
 use super::tokens::expand;
 use super::workload::Job;
@@ -36,6 +37,7 @@ pub(crate) struct Counts {
     pub(crate) retracted: u64,
     pub(crate) input_tokens: u64,
     pub(crate) hits: Hits,
+    pub(crate) saved: Saved,
     pub(crate) computed_tokens: u64,
     pub(crate) decoded_tokens: u64,
     pub(crate) mismatches: u64,
@@ -309,6 +311,7 @@ impl<'a> Scheduler<'a> {
             self.counts.hits.device += hits.device;
             self.counts.hits.host += hits.host;
             self.counts.hits.store += hits.store;
+            self.counts.saved.admit(self.args, u64::from(job.input_tokens), hits);
             self.timeline.admit(self.now.0, u64::from(job.input_tokens), hits);
         }
         self.running.push(session);
