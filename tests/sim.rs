@@ -56,6 +56,8 @@ fn run(seed: u64) -> Report {
             queue_nodes_max: 8,
             attempts_max: 3,
             retry_ms: 2,
+            uses_min: 1 + pick(56, 3) as u32 / 2,
+            tokens_min: [0, 2 * page_size][pick(58, 4) as usize / 3],
         }),
         prefetch: PrefetchConfig {
             policy,

@@ -150,6 +150,7 @@ fn store(of: Store) -> StoreConfig {
         queue_nodes_max: of.queue_nodes_max.0,
         attempts_max: of.attempts_max.0,
         retry_ms: 1,
+        ..StoreConfig::default()
     }
 }
 

@@ -113,6 +113,8 @@ impl Core {
         let config = CoreConfig { store: Some(store), ..self.config };
         config.validate()?;
         self.config = config;
+        let tree = config.tree_config();
+        self.tree.set_write_threshold(tree.write_threshold, tree.hits_counted);
         self.tree.set_hashing();
         self.storage = Storage::default();
         self.tree.forget_stored()?;
@@ -135,7 +137,7 @@ impl Core {
         config.validate()?;
         let tree = config.tree_config();
         self.tree.set_rule(tree.rule)?;
-        self.tree.set_write_threshold(tree.write_threshold);
+        self.tree.set_write_threshold(tree.write_threshold, tree.hits_counted);
         if tree.hashing {
             self.tree.set_hashing();
         }

@@ -216,6 +216,7 @@ impl Core {
             Some(node) => self.write_through(node),
             None => self.catch_up_components(done.node),
         }
+        self.store_reused(done.node);
         let duplicate_pages = out.returned.len() as u32;
         self.scratch.inserted = out;
         Ok(duplicate_pages)

@@ -151,6 +151,12 @@ pub struct StoreConfig {
     pub attempts_max: u32,
     /// First wait before a failed write is tried again, in milliseconds; doubles each time.
     pub retry_ms: u64,
+    /// Uses after which a page is worth a write, and the wear of it: 1 writes whatever the host holds, 2 what came back while
+    /// the host held it. On public traces most pages are seen once only.
+    pub uses_min: u32,
+    /// Prompts shorter than this many tokens are not worth a write: they are computed faster than read. Their pages go with
+    /// longer prompts that begin with them.
+    pub tokens_min: u32,
 }
 
 impl Default for StoreConfig {
@@ -161,6 +167,8 @@ impl Default for StoreConfig {
             queue_nodes_max: 65_536,
             attempts_max: 4,
             retry_ms: 100,
+            uses_min: 1,
+            tokens_min: 0,
         }
     }
 }
@@ -299,6 +307,7 @@ impl CoreConfig {
             },
             policy: self.eviction_policy(),
             write_threshold: self.write.threshold(),
+            hits_counted: self.store.map_or(0, |store| store.uses_min),
             hashing: self.store.is_some(),
             components: Components {
                 window_pages: self.window.map(|w| w.span_pages),
@@ -345,7 +354,10 @@ impl CoreConfig {
             return Err(ConfigError::Prefetch);
         }
         if let Some(s) = &self.store
-            && (s.batch_pages == 0 || s.pages_in_flight_max < s.batch_pages || s.attempts_max == 0)
+            && (s.batch_pages == 0
+                || s.pages_in_flight_max < s.batch_pages
+                || s.attempts_max == 0
+                || s.uses_min == 0)
         {
             return Err(ConfigError::Store);
         }
@@ -392,7 +404,9 @@ pub enum ConfigError {
     )]
     Prefetch,
     /// Store numbers out of range.
-    #[error("store backup needs batches of at least 1 page, room for one batch in flight, and 1 attempt")]
+    #[error(
+        "store backup needs batches of at least 1 page, room for one batch in flight, 1 attempt and 1 use"
+    )]
     Store,
     /// The tree refuses its part.
     #[error(transparent)]

@@ -233,7 +233,7 @@ impl Core {
         config.validate()?;
         let tree = config.tree_config();
         self.tree.set_rule(tree.rule)?;
-        self.tree.set_write_threshold(tree.write_threshold);
+        self.tree.set_write_threshold(tree.write_threshold, tree.hits_counted);
         self.config = config;
         self.ahead_due = true;
         self.settle_holding();

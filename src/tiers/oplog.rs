@@ -372,6 +372,8 @@ impl<'a> Words<'a> {
                 queue_nodes_max: self.number()?,
                 attempts_max: self.number()?,
                 retry_ms: self.number()?,
+                uses_min: self.number()?,
+                tokens_min: self.number()?,
             }),
         })
     }
@@ -478,7 +480,7 @@ impl FromStr for Op {
     }
 }
 
-const HEADER: &str = "sapwood-oplog-2";
+const HEADER: &str = "sapwood-oplog-3";
 
 impl fmt::Display for OpLog {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -545,7 +547,7 @@ fn prefetch_policy_text(policy: PrefetchPolicy) -> String {
 fn store_text(store: Option<&StoreConfig>, out: &mut String) {
     let Some(s) = store else { return words(out, ["-"]) };
     words(out, [s.batch_pages, s.pages_in_flight_max, s.queue_nodes_max, s.attempts_max]);
-    words(out, [s.retry_ms]);
+    words(out, [s.retry_ms, u64::from(s.uses_min), u64::from(s.tokens_min)]);
 }
 
 fn config_text(c: &CoreConfig) -> String {

@@ -48,6 +48,8 @@ pub struct Stats {
     pub store_put_failed_pages: u64,
     /// Pages given up after the last attempt, or because an ancestor holds no host copy.
     pub store_put_dropped_pages: u64,
+    /// Pages that got a host copy and are not written to the store before they are used again, or at all.
+    pub store_not_yet_pages: u64,
     /// Nodes not queued for the store because the queue was full.
     pub store_queue_full_nodes: u64,
     /// Pages read from the store and verified.

@@ -90,9 +90,41 @@ impl Core {
         self.storage.is_idle()
     }
 
-    /// Queues the path down to `node` for the store.
+    /// A node got its host copy: what is worth it of the path down to it is queued for the store.
     pub(super) fn store_node(&mut self, node: NodeId) {
         let Some(config) = self.config.store else { return };
+        let mut at = Some(node);
+        while let Some(node) = at.filter(|&node| !self.is_worth_a_write(node, &config)) {
+            self.stats.store_not_yet_pages += u64::from(self.tree.node_pages(node).unwrap_or(0));
+            at = self.tree.parent(node).ok().flatten().filter(|&up| self.tree.is_stored(up) == Ok(false));
+        }
+        at.into_iter().for_each(|node| self.queue_for_store(node, &config));
+    }
+
+    /// A request went through `node`: what it was the deciding use of is queued for the store. O(nodes used for the first
+    /// time).
+    pub(super) fn store_reused(&mut self, node: NodeId) {
+        let Some(config) = self.config.store.filter(|config| config.uses_min > 1) else { return };
+        let mut at = Some(node);
+        while let Some(node) = at.filter(|&node| self.tree.hits(node).is_ok_and(|n| n < config.uses_min)) {
+            at = self.tree.parent(node).ok().flatten();
+        }
+        let Some(node) = at.filter(|&node| node != self.tree.root()) else { return };
+        let due = self.tree.is_backed_up(node) == Ok(true) && self.tree.is_stored(node) == Ok(false);
+        // Once: a write that fails is tried again on its own.
+        if due && self.tree.hits(node) == Ok(config.uses_min) && self.is_worth_a_write(node, &config) {
+            self.queue_for_store(node, &config);
+        }
+    }
+
+    fn is_worth_a_write(&self, node: NodeId, config: &StoreConfig) -> bool {
+        let used = config.uses_min <= 1 || self.tree.hits(node).is_ok_and(|n| n >= config.uses_min);
+        let tokens = self.tree.pages_to_end(node).map_or(0, |pages| self.tokens_of(pages));
+        used && tokens >= u64::from(config.tokens_min)
+    }
+
+    /// Queues the path down to `node`.
+    fn queue_for_store(&mut self, node: NodeId, config: &StoreConfig) {
         if self.storage.queue.len() >= config.queue_nodes_max as usize {
             self.stats.store_queue_full_nodes += 1;
             return;

@@ -112,7 +112,7 @@ impl Tree {
             return Err(TreeConfigError::BigramState);
         }
         let spans = [config.components.window_pages.unwrap_or(0), u32::from(config.components.state)];
-        let hits_cap = config.policy.hits_cap().max(config.write_threshold);
+        let hits_cap = config.policy.hits_cap().max(config.write_threshold).max(config.hits_counted);
         Ok(Tree {
             page_size: config.page_size,
             view: config.view,
@@ -206,10 +206,19 @@ impl Tree {
         Ok(())
     }
 
-    /// Changes how many inserts make a node due for a backup; 0: never. Hits counted so far stay.
-    pub fn set_write_threshold(&mut self, threshold: u32) {
+    /// Changes how many inserts make a node due for a backup (0: never), and up to which number they are counted at least.
+    /// Hits counted so far stay.
+    pub fn set_write_threshold(&mut self, threshold: u32, hits_counted: u32) {
         self.write_threshold = threshold;
-        self.hits_cap = self.orders.policy.hits_cap().max(threshold);
+        self.hits_cap = self.orders.policy.hits_cap().max(threshold).max(hits_counted);
+    }
+
+    /// Inserts through a node that were counted, up to what somebody wants to know.
+    ///
+    /// # Errors
+    /// Unknown node.
+    pub fn hits(&self, node: NodeId) -> Result<u32, TreeError> {
+        Ok(self.arena.nodes[self.slot(node)? as usize].hits)
     }
 
     /// Drops every node; the pages of both tiers are appended to the lists (those of components: `drain_freed`). Ids, locks and pins of before are void.
@@ -256,6 +265,14 @@ impl Tree {
     /// Unknown node.
     pub fn node_pages(&self, node: NodeId) -> Result<u32, TreeError> {
         Ok(self.arena.nodes[self.slot(node)? as usize].pages)
+    }
+
+    /// Pages from the root to the end of a node.
+    ///
+    /// # Errors
+    /// Unknown node.
+    pub fn pages_to_end(&self, node: NodeId) -> Result<u32, TreeError> {
+        Ok(self.arena.nodes[self.slot(node)? as usize].end())
     }
 
     /// Raw tokens of a node: one more than its units in the bigram view.

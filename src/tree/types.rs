@@ -33,6 +33,9 @@ pub struct TreeConfig {
     pub components: Components,
     /// Inserts through a node until it is due for a backup; 0: never.
     pub write_threshold: u32,
+    /// Inserts through a node are counted up to here at least ([`Tree::hits`](super::Tree::hits)); the threshold and some
+    /// policies ask for more.
+    pub hits_counted: u32,
     /// Keep page hashes ([`Tree::set_hashing`](super::Tree::set_hashing) turns it on later).
     pub hashing: bool,
     /// Record [`TreeEvent`](super::TreeEvent)s; implies `hashing`.
@@ -51,6 +54,7 @@ impl Default for TreeConfig {
             policy: Policy::Lru,
             components: Components::default(),
             write_threshold: 1,
+            hits_counted: 0,
             hashing: false,
             events: false,
             merge: true,

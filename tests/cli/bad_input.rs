@@ -119,7 +119,7 @@ fn an_op_log_is_checked_or_refused() {
             format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
         (out.status.code(), said)
     };
-    let header = "sapwood-oplog-2 4 8 0 none wait-complete 4 2 2 100 0 8 0 0 5 64 - - -\n";
+    let header = "sapwood-oplog-3 4 8 0 none wait-complete 4 2 2 100 0 8 0 0 5 64 - - -\n";
     let (code, said) = run(&format!("{header}request 0\nalloc 0.0 2\nfinish 0.0 0 1 2 3 4 5 6 7 8\n"));
     assert_eq!(code, Some(0), "{said}");
     assert!(said.starts_with("3 ops, no rule broken, digest "), "{said}");

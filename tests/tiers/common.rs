@@ -45,6 +45,7 @@ pub fn with_store(mut config: CoreConfig) -> CoreConfig {
         queue_nodes_max: 64,
         attempts_max: 4,
         retry_ms: 10,
+        ..StoreConfig::default()
     });
     config
 }

@@ -2,7 +2,7 @@
 
 use sapwood::base::{NamespaceId, Time};
 use sapwood::sim::{Call, Pending, Rig, Stamp};
-use sapwood::tiers::{PageOutcome, WritePolicy};
+use sapwood::tiers::{PageOutcome, StoreConfig, WritePolicy};
 
 use crate::common::{WT1, config, t, with_store};
 
@@ -30,6 +30,40 @@ fn what_is_backed_up_is_stored_once() {
     rig.serve(&t("ABCDE"));
     rig.drain();
     assert_eq!(rig.core.stats().store_put_pages, 5, "nothing is written twice");
+    rig.assert_quiet();
+}
+
+/// A store that wears out takes what came back, and what is long enough to be worth reading: a prompt that is seen once costs it
+/// nothing, and of one that is continued its second use stores the part that is shared.
+#[test]
+fn a_store_takes_what_is_used_again_and_long_enough() {
+    let with = |uses_min, tokens_min| {
+        let mut config = with_store(config(32, 32, WT1));
+        config.store = config.store.map(|store| StoreConfig { uses_min, tokens_min, ..store });
+        Rig::new(config)
+    };
+    let mut rig = with(2, 0);
+    for (prompt, in_store) in
+        [("ABCDE", &[][..]), ("ABCXY", &["ABC"]), ("ABCXYZ", &["ABCXY"]), ("ABCDE", &["ABCXY", "ABCDE"])]
+    {
+        rig.serve(&t(prompt));
+        rig.drain();
+        let mut expected: Vec<_> = in_store.iter().flat_map(|prompt| stamps_of(prompt)).collect();
+        expected.sort();
+        expected.dedup();
+        assert_eq!(stored(&rig), expected, "after {prompt}");
+    }
+    assert_eq!(rig.core.stats().store_not_yet_pages, 5 + 2 + 1);
+    rig.assert_quiet();
+    rig.assert_stored();
+
+    // Three pages are too short, on their own. The longer prompt brings them along.
+    let mut rig = with(1, 16);
+    for (prompt, expected) in [("ABC", ""), ("ABCDE", "ABCDE")] {
+        rig.serve(&t(prompt));
+        rig.drain();
+        assert_eq!(stored(&rig), stamps_of(expected));
+    }
     rig.assert_quiet();
 }
 

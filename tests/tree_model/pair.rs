@@ -147,6 +147,7 @@ impl Pair {
             rule,
             policy: policy(setup.order),
             components: Components { window_pages: setup.window, state: setup.state },
+            hits_counted: 0,
             write_threshold: setup.write_threshold,
             hashing: setup.hashing,
             events: false,

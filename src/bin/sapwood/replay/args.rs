@@ -60,6 +60,12 @@ pub(crate) struct Args {
     /// Cap on the bytes of the store [default: 1 GiB in memory, 64 GiB in a directory]
     #[arg(long, value_name = "BYTES", value_parser = store_bytes)]
     pub(crate) store_bytes: Option<u64>,
+    /// Uses after which a page is written to the store
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one_u32)]
+    pub(crate) store_uses: u32,
+    /// Prompts shorter than this are not written to the store on their own
+    #[arg(long, value_name = "TOKENS", default_value_t = 0)]
+    pub(crate) store_tokens: u32,
     /// When KV is copied from the device to the host
     #[arg(long, value_enum, default_value = "write-through")]
     pub(crate) write_policy: Policy,

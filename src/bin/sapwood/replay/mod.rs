@@ -238,6 +238,7 @@ fn counters(cache: &PrefixCache) -> BTreeMap<&'static str, u64> {
         ("component_unsaved_pages", stats.component_unsaved_pages),
         ("component_prefetched_pages", stats.component_prefetched_pages),
         ("store_put_pages", stats.store_put_pages),
+        ("store_not_yet_pages", stats.store_not_yet_pages),
         ("store_put_failed_pages", stats.store_put_failed_pages),
         ("store_put_dropped_pages", stats.store_put_dropped_pages),
         ("store_queue_full_nodes", stats.store_queue_full_nodes),

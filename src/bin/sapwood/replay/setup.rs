@@ -14,7 +14,9 @@ use sapwood::base::{PageId, Tier};
 use sapwood::engine::{CostModel, Delivery, DraftPlan, ModelIdentity, PrefixCache, group};
 use sapwood::key::Namespace;
 use sapwood::pool::{Capacities, Capacity, Geometry, GeometryError, Plane, PlaneKind, PoolKind};
-use sapwood::tiers::{Eviction, PrefetchConfig, PrefetchPolicy, StateConfig, WindowConfig, WritePolicy};
+use sapwood::tiers::{
+    Eviction, PrefetchConfig, PrefetchPolicy, StateConfig, StoreConfig, WindowConfig, WritePolicy,
+};
 
 use super::args::{self, Args, DevicePages, Draft, Part, Policy, Prefetch, StoreChoice};
 use super::calls::{Calls, PoisonTime};
@@ -124,6 +126,11 @@ pub(crate) fn machine(args: &Args, jobs: &[Job]) -> Result<Machine, InputError> 
             .write_ahead_percent(args.write_ahead_percent)
             .eviction(eviction(args))
             .prefetch(PrefetchConfig { policy: prefetch_policy(args), ..PrefetchConfig::default() })
+            .store_config(StoreConfig {
+                uses_min: args.store_uses,
+                tokens_min: args.store_tokens,
+                ..StoreConfig::default()
+            })
             .delivery(Delivery::Modelled(cost_model(args, rank)));
         if !args.no_poison {
             builder = builder.on_free(on_free);
