@@ -269,11 +269,6 @@ impl Executor {
         self.last_store.as_ref().is_some_and(|last| address(last.as_ptr()) == address(Arc::as_ptr(store)))
     }
 
-    /// What was stored is not remembered any more.
-    pub(super) fn forget_last_store(&mut self) {
-        self.last_store = None;
-    }
-
     /// Gives the device the memory of a host tier.
     pub(super) fn attach_host(&mut self, arena: &Arc<HostArena>) -> Result<(), DeviceError> {
         self.device.attach_host(Arc::clone(arena))

@@ -106,12 +106,10 @@ impl Core {
     /// holds is queued to be written. O(nodes), and the first time O(tokens of the tree) for their hashes.
     ///
     /// # Errors
-    /// An operation is in flight, or there is no host tier. Nothing changes.
+    /// A call of the store before is in flight, or there is no host tier. Nothing changes.
     pub fn new_store(&mut self, store: StoreConfig) -> Result<(), CoreError> {
         self.record(|| Op::NewStore(store));
-        self.refuse_operations()?;
-        let config = CoreConfig { store: Some(store), ..self.config };
-        config.validate()?;
+        let config = self.check_new_store(store)?;
         self.config = config;
         let tree = config.tree_config();
         self.tree.set_write_threshold(tree.write_threshold, tree.hits_counted);
@@ -122,6 +120,17 @@ impl Core {
         self.tree.host_ends(&mut ends);
         ends.into_iter().for_each(|end| self.store_node(end));
         Ok(())
+    }
+
+    /// Whether [`new_store`](Core::new_store) would be refused; what the configuration would be.
+    pub(crate) fn check_new_store(&self, store: StoreConfig) -> Result<CoreConfig, CoreError> {
+        let operations = self.prefetches.len() + self.storage.writes_in_flight();
+        if operations > 0 {
+            return Err(CoreError::InUse { requests: self.requests(), operations });
+        }
+        let config = CoreConfig { store: Some(store), ..self.config };
+        config.validate()?;
+        Ok(config)
     }
 
     fn refuse_operations(&self) -> Result<(), CoreError> {

@@ -2,7 +2,7 @@
 
 use sapwood::base::Tier;
 use sapwood::pool::Capacity;
-use sapwood::sim::Rig;
+use sapwood::sim::{Pending, Rig};
 use sapwood::tiers::{ConfigError, CoreError, HostTier, Prefetch, StoreConfig, WritePolicy};
 use sapwood::tree::TreeError;
 
@@ -77,7 +77,11 @@ fn another_store_gets_what_the_host_holds() {
     for prompt in ["ABC", "ABD"] {
         rig.serve(&t(prompt));
     }
-    assert!(matches!(rig.new_store(StoreConfig::default()), Err(CoreError::InUse { .. })));
+    rig.drain_kind(|p| matches!(p, Pending::ToHost(..)));
+    assert!(
+        matches!(rig.new_store(StoreConfig::default()), Err(CoreError::InUse { .. })),
+        "a write is in flight"
+    );
     rig.drain();
     assert_eq!(rig.stored().len(), 4);
     rig.new_store(StoreConfig::default()).unwrap();

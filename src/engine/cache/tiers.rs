@@ -60,14 +60,18 @@ impl PrefixCache {
         if self.executor.lane().is_some() {
             return Ok(false);
         }
-        if self.core.config().store.is_none() || !self.executor.had_store(&store) {
-            self.core.new_store(self.store_config)?;
-            self.executor.forget_last_store();
-            self.touched.clear();
+        self.take_events(self.now)?;
+        let is_new = self.core.config().store.is_none() || !self.executor.had_store(&store);
+        if is_new {
+            self.core.check_new_store(self.store_config)?;
         }
-        let attached = self.executor.attach_store(store, &self.arena);
-        self.run_actions(self.now);
-        Ok(attached?)
+        self.executor.attach_store(store, &self.arena)?;
+        if is_new {
+            self.core.new_store(self.store_config)?;
+            self.touched.clear();
+            self.run_actions(self.now);
+        }
+        Ok(true)
     }
 
     /// Takes the host tier away, with its memory, and the store with it. What is on the device is served on; what is only on
