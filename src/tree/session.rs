@@ -25,7 +25,7 @@ const ENDS_MAX: usize = 16;
 
 /// An open session. Ids are never used again, so a late call for a closed session is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct SessionId(SlabKey);
+pub struct SessionId(pub(crate) SlabKey);
 
 impl fmt::Debug for SessionId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -225,9 +225,11 @@ impl Tree {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::base::{NamespaceId, PageId};
+    use crate::base::{NamespaceId, PageId, Tier};
     use crate::key::Key;
-    use crate::tree::{DeviceEviction, InsertOpts, InsertOut, TreeConfig, Unbacked};
+    use crate::tree::{
+        Component, Components, DeviceEviction, InsertComponents, InsertOpts, InsertOut, TreeConfig, Unbacked,
+    };
 
     fn put(tree: &mut Tree, tokens: &[u32], first_page: u32) -> NodeId {
         let pages: Vec<PageId> = (0..tokens.len() as u32).map(|i| PageId(first_page + i)).collect();
@@ -286,6 +288,25 @@ mod tests {
         tree.unlock(lock).expect("it is ours");
         tree.close_session(session).expect("open");
         assert_eq!(evict(&mut tree, 2), [11, 21]);
+    }
+
+    /// Seed 249 of the simulated world: windows that fill the holes of a node one after the other, one place kept for a session
+    /// and one not, left the node in one of its two orders only.
+    #[test]
+    fn windows_beside_a_kept_one_can_be_evicted() {
+        let components = Components { window_pages: Some(1), state: false };
+        let config = TreeConfig { page_size: 1, merge: false, components, ..TreeConfig::default() };
+        let mut tree = Tree::new(config).expect("sound");
+        let (session, kept) = (tree.open_session(), put(&mut tree, &[1, 2], 10));
+        tree.refer(session, kept).expect("both are known");
+        let window = [PageId(0), PageId(1), PageId(2)];
+        let given = InsertComponents { window_from: 0, window: &window, state: None };
+        let key = Key::new(NamespaceId::DEFAULT, &[1, 2, 3]);
+        let out = &mut InsertOut::default();
+        let pages = [PageId(20), PageId(21), PageId(22)];
+        tree.insert_with(key, &pages, 0, given, InsertOpts::default(), out).expect("a sound insert");
+        assert_eq!(tree.sanity(), []);
+        assert_eq!(tree.evict_component(Component::Window, Tier::Device, 3), 3);
     }
 
     #[test]

@@ -69,8 +69,10 @@ impl Tree {
                 return;
             }
             tree.set_component(c, Tier::Device, at, page, id);
-            if std::mem::replace(&mut touched, at) != at {
-                tree.orders.refresh_components(&tree.arena, at);
+            // A node's pages come one after the other; it is filed when all of them are there.
+            let before = std::mem::replace(&mut touched, at);
+            if before != at && before != NIL {
+                tree.orders.refresh_components(&tree.arena, before);
             }
         };
         if !given.window.is_empty() {
