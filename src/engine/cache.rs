@@ -23,7 +23,7 @@ use crate::tiers::{
     PageCounts, Prefetch, PrefetchPolicy, PrefetchState, Rates, RequestComponents, RequestId, Stats,
     StoreConfig, WritePolicy,
 };
-use crate::tree::Component;
+use crate::tree::{Component, SessionId};
 
 pub use tiers::TierError;
 
@@ -230,6 +230,31 @@ impl PrefixCache {
     /// See [`Core::hold_until`].
     pub fn hold_until(&mut self, request: &mut Request, until: Time) -> Result<(), CacheError> {
         Ok(self.core.hold_until(request.id(), until)?)
+    }
+
+    /// See [`Core::open_session`].
+    pub fn open_session(&mut self) -> SessionId {
+        self.core.open_session()
+    }
+
+    /// See [`Core::close_session`].
+    pub fn close_session(&mut self, session: SessionId) -> Result<(), CacheError> {
+        Ok(self.core.close_session(session)?)
+    }
+
+    /// See [`Core::set_session`].
+    pub fn set_session(&mut self, request: &mut Request, session: SessionId) -> Result<(), CacheError> {
+        Ok(self.core.set_session(request.id(), session)?)
+    }
+
+    /// See [`Core::will_not_return`].
+    pub fn will_not_return(&mut self, request: &mut Request) -> Result<(), CacheError> {
+        Ok(self.core.will_not_return(request.id())?)
+    }
+
+    /// See [`Core::expect_prefix`].
+    pub fn expect_prefix(&mut self, request: &mut Request, tokens: &[u32]) -> Result<(), CacheError> {
+        Ok(self.core.expect_prefix(request.id(), tokens)?)
     }
 
     /// See [`Core::prefetch`].

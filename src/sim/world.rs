@@ -16,6 +16,7 @@ use crate::tiers::{
     Alloc, CoreConfig, CoreError, HostTier, LoadBack, LoadState, PageOutcome, Prefetch, PrefetchPolicy,
     PrefetchState, Rates, Refusal, RequestId, Stats, StoreConfig, Votes, WritePolicy,
 };
+use crate::tree::SessionId;
 
 /// How unkind the world is, in percent of the occasions.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -72,6 +73,7 @@ pub struct World {
     page_size: usize,
     namespaces: Vec<NamespaceId>,
     live: Vec<Live>,
+    sessions: Vec<SessionId>,
     /// Prompts to come back to.
     history: Vec<(NamespaceId, Vec<u32>)>,
     now: Time,
@@ -181,6 +183,7 @@ impl World {
             page_size: config.page_size as usize,
             namespaces,
             live: Vec::new(),
+            sessions: Vec::new(),
             history: Vec::new(),
             now: Time::ZERO,
             story: format!("seed {seed}, {config:?}, {weather:?}\n"),
@@ -265,6 +268,7 @@ impl World {
         tokens.truncate(self.page_size * 7);
         tokens.extend((0..self.rng.below(self.page_size) as u32).map(|i| 900 + i));
         let id = self.all(|rig| rig.core.request(namespace));
+        self.foretell(id, &tokens);
         let started = self.all(|rig| rig.prefetch(id, &tokens));
         let looks = matches!(started, Ok(Prefetch::Started { .. }));
         self.say(format_args!("arrive {id:?} {namespace:?} {} tokens, prefetch {looks}", tokens.len()));
@@ -273,6 +277,28 @@ impl World {
             self.history.remove(0);
         }
         self.live.push(Live { id, namespace, tokens, phase: Phase::Waiting });
+    }
+
+    /// What its scheduler knows of a request, right or wrong.
+    fn foretell(&mut self, id: RequestId, tokens: &[u32]) {
+        match self.rng.below(10) {
+            0 => {
+                let session = self.all(|rig| rig.core.open_session());
+                self.sessions.push(session);
+                self.all(|rig| rig.core.set_session(id, session)).expect("both are known");
+            }
+            1 if !self.sessions.is_empty() => {
+                let session = self.sessions[self.rng.below(self.sessions.len())];
+                self.all(|rig| rig.core.set_session(id, session)).expect("the request is known");
+            }
+            2 if !self.sessions.is_empty() => {
+                let session = self.sessions.swap_remove(self.rng.below(self.sessions.len()));
+                self.all(|rig| rig.core.close_session(session)).expect("it is open");
+            }
+            3 => self.all(|rig| rig.core.will_not_return(id)).expect("it is known"),
+            4 => self.all(|rig| rig.core.expect_prefix(id, tokens)).expect("it is known"),
+            _ => {}
+        }
     }
 
     fn advance(&mut self) {
@@ -549,6 +575,7 @@ impl World {
         self.votes = Votes::new(ranks.len() as u32);
         (self.ranks, self.namespaces) = (ranks, namespaces);
         self.live.clear();
+        self.sessions.clear();
         self.say(format_args!("restart"));
     }
 

@@ -57,6 +57,7 @@ impl Core {
         if lost_tokens > 0 {
             (request.prefetch_not_before, request.counted_on_tokens) = (Time::ZERO, 0);
         }
+        request.prompt_tokens = request.prompt_tokens.max(tokens.len() as u32);
         request.shared = pages.len() as u32;
         request.pages = pages;
         request.lock = Some(lock);
@@ -205,6 +206,11 @@ impl Core {
         request.shared = whole;
         request.counted = whole;
         request.node = Some(done.node);
+        if let Some(session) = request.session
+            && self.tree.refer(session, done.node).is_err()
+        {
+            request.session = None;
+        }
         let lock = self.tree.lock(done.node)?;
         if let Some(old) = request.lock.replace(lock) {
             self.tree.unlock(old)?;
@@ -232,6 +238,7 @@ impl Core {
     ) -> Result<Checkpoint, CoreError> {
         self.record(|| Op::Finish(id, tokens.to_vec(), last_use));
         let published = self.checkpoint_inner(id, tokens, last_use)?;
+        self.foretell(id, tokens.len());
         self.close(id, last_use)?;
         Ok(published)
     }

@@ -10,6 +10,7 @@ mod calls;
 mod components;
 pub mod config;
 pub mod core;
+mod foresight;
 mod hold;
 mod load;
 mod mirror;

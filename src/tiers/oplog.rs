@@ -19,6 +19,7 @@ use crate::base::slab::SlabKey;
 use crate::base::{Fence, NamespaceId, OpId, Time, Violation};
 use crate::key::Namespace;
 use crate::pool::Capacity;
+use crate::tree::SessionId;
 
 /// One input of a core.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -52,6 +53,16 @@ pub enum Op {
     HoldUntil(RequestId, Time),
     /// [`Core::reset`].
     Reset,
+    /// [`Core::open_session`].
+    OpenSession,
+    /// [`Core::close_session`].
+    CloseSession(SessionId),
+    /// [`Core::set_session`].
+    SetSession(RequestId, SessionId),
+    /// [`Core::will_not_return`].
+    WillNotReturn(RequestId),
+    /// [`Core::expect_prefix`].
+    ExpectPrefix(RequestId, Vec<u32>),
     /// [`Core::detach_host`].
     DetachHost,
     /// [`Core::attach_host`].
@@ -118,6 +129,11 @@ impl Op {
             Op::LetWindowGo(id, first) => drop(core.let_window_go(*id, *first)),
             Op::HoldUntil(id, until) => drop(core.hold_until(*id, *until)),
             Op::Reset => drop(core.reset()),
+            Op::OpenSession => drop(core.open_session()),
+            Op::CloseSession(session) => drop(core.close_session(*session)),
+            Op::SetSession(id, session) => drop(core.set_session(*id, *session)),
+            Op::WillNotReturn(id) => drop(core.will_not_return(*id)),
+            Op::ExpectPrefix(id, tokens) => drop(core.expect_prefix(*id, tokens)),
             Op::DetachHost => drop(core.detach_host()),
             Op::AttachHost(tier) => drop(core.attach_host(*tier)),
             Op::NewStore(store) => drop(core.new_store(*store)),
@@ -182,8 +198,12 @@ fn words(out: &mut String, items: impl IntoIterator<Item = impl fmt::Display>) {
     }
 }
 
+fn key_text(key: SlabKey) -> String {
+    format!("{}.{}", key.index, key.generation)
+}
+
 fn id_text(id: RequestId) -> String {
-    format!("{}.{}", id.0.index, id.0.generation)
+    key_text(id.0)
 }
 
 fn field_text(field: Option<&str>) -> String {
@@ -248,6 +268,16 @@ impl fmt::Display for Op {
             Op::LetWindowGo(id, first) => line = format!("{} {first}", with("let-window-go", id)),
             Op::HoldUntil(id, until) => line = format!("{} {}", with("hold-until", id), until.0),
             Op::Reset => line.push_str("reset"),
+            Op::OpenSession => line.push_str("open-session"),
+            Op::CloseSession(session) => line = format!("close-session {}", key_text(session.0)),
+            Op::SetSession(id, session) => {
+                line = format!("{} {}", with("set-session", id), key_text(session.0));
+            }
+            Op::WillNotReturn(id) => line = with("will-not-return", id),
+            Op::ExpectPrefix(id, tokens) => {
+                line = with("expect", id);
+                words(&mut line, tokens);
+            }
             Op::DetachHost => line.push_str("detach-host"),
             Op::AttachHost(t) => {
                 line.push_str("attach-host");
@@ -308,13 +338,17 @@ impl<'a> Words<'a> {
             .collect()
     }
 
-    fn id(&mut self) -> Result<RequestId, OpLogError> {
-        let bad = OpLogError { line: 0, what: "a request id is malformed" };
+    fn key(&mut self) -> Result<SlabKey, OpLogError> {
+        let bad = OpLogError { line: 0, what: "an id is malformed" };
         let (index, generation) = self.word()?.split_once('.').ok_or(bad)?;
-        Ok(RequestId(SlabKey {
+        Ok(SlabKey {
             index: index.parse().map_err(|_| bad)?,
             generation: generation.parse().map_err(|_| bad)?,
-        }))
+        })
+    }
+
+    fn id(&mut self) -> Result<RequestId, OpLogError> {
+        self.key().map(RequestId)
     }
 
     fn op(&mut self) -> Result<OpId, OpLogError> {
@@ -439,6 +473,11 @@ impl FromStr for Op {
             "let-window-go" => Op::LetWindowGo(w.id()?, w.number()?),
             "hold-until" => Op::HoldUntil(w.id()?, Time(w.number()?)),
             "reset" => Op::Reset,
+            "open-session" => Op::OpenSession,
+            "close-session" => Op::CloseSession(SessionId(w.key()?)),
+            "set-session" => Op::SetSession(w.id()?, SessionId(w.key()?)),
+            "will-not-return" => Op::WillNotReturn(w.id()?),
+            "expect" => Op::ExpectPrefix(w.id()?, w.rest()?),
             "detach-host" => Op::DetachHost,
             "attach-host" => Op::AttachHost(HostTier {
                 pages: w.capacity()?,
@@ -668,6 +707,11 @@ mod tests {
             Op::TakeOver(id, RequestId(SlabKey { index: 1, generation: 2 })),
             Op::HoldUntil(id, Time(9)),
             Op::Reset,
+            Op::OpenSession,
+            Op::CloseSession(SessionId(SlabKey { index: 1, generation: 2 })),
+            Op::SetSession(id, SessionId(SlabKey { index: 0, generation: 9 })),
+            Op::WillNotReturn(id),
+            Op::ExpectPrefix(id, vec![4, 5]),
             Op::DetachHost,
             Op::AttachHost(HostTier {
                 pages: Capacity::Pages(7),

@@ -7,7 +7,7 @@ use super::outcome::PrefetchEnd;
 use crate::base::slab::SlabKey;
 use crate::base::{NamespaceId, NodeId, OpId, PageId, Time};
 use crate::key::PageNames;
-use crate::tree::{DeviceLock, HostPin};
+use crate::tree::{DeviceLock, HostPin, SessionId};
 
 /// Name of a request inside a core.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -49,6 +49,12 @@ pub(super) struct Request {
     pub(super) state: Option<PageId>,
     /// Names of the pages that its last prefetch looked for; kept so that publishing them does not hash them again.
     pub(super) names: Option<PageNames>,
+    /// Tokens of its prompt, as far as it was told.
+    pub(super) prompt_tokens: u32,
+    /// Session whose turn it is.
+    pub(super) session: Option<SessionId>,
+    /// Nobody will come back for what it publishes.
+    pub(super) last_turn: bool,
     pub(super) prefetch: Option<OpId>,
     pub(super) prefetch_end: Option<PrefetchEnd>,
     /// Prefetches started.
@@ -78,6 +84,9 @@ impl Request {
             window: Vec::new(),
             state: None,
             names: None,
+            prompt_tokens: 0,
+            session: None,
+            last_turn: false,
             prefetch: None,
             prefetch_end: None,
             prefetch_attempts: 0,

@@ -5,6 +5,7 @@ mod anchor;
 mod attach;
 mod backup;
 mod common;
+mod foresight;
 mod hung;
 mod hybrid;
 mod idle;
