@@ -261,6 +261,15 @@ fn the_host_tier_goes_and_comes_while_requests_run() {
         for tokens in [&new, &old] {
             assert!(other.run(tokens).pages >= engine_alone(shape, tokens), "{shape:?}");
         }
+
+        // Another store behind the next host tier: that the first one has it counts for nothing.
+        let second: Arc<dyn Store> = Arc::new(MemStore::new(1 << 22));
+        let (tier, _) = engine.cache.detach_host(LONG).unwrap();
+        engine.cache.attach_host(tier, Some(Arc::clone(&second))).unwrap();
+        engine.run(&new);
+        engine.settle();
+        let mut other = Engine::new(shape, Sizes::AMPLE, Some(second));
+        assert!(other.run(&new).pages >= engine_alone(shape, &new), "{shape:?}");
     }
 }
 

@@ -132,6 +132,9 @@ impl PrefixCache {
         }
         self.arena = arena;
         if let Some(store) = store {
+            if !self.executor.had_store(&store) {
+                self.core.new_store(written)?;
+            }
             self.executor.attach_store(store, &self.arena)?;
         }
         Ok(())
