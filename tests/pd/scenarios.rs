@@ -215,6 +215,26 @@ fn i9_a_complete_rank_fails_the_room_its_group_cannot_finish() {
     }
 }
 
+/// A fence of a peer that lives, for the sake of another room: what is complete here has all its bytes, and its sibling
+/// may still get its own, so the group waits on.
+#[test]
+fn a_fence_of_a_living_peer_fails_no_room_that_is_complete_here() {
+    let both = Topology { tp: 2, ..Topology::single(2) };
+    let collective = ReceiverConfig { collective: true, ..ReceiverConfig::default() };
+    let mut n = Net::new(both.clone(), both, SenderConfig::default(), collective);
+    n.prefill(key(1, 1), 8);
+    n.decode(0, key(1, 1), 8, 0);
+    n.run(100 * MS);
+    let (now, inc) = (n.now, n.ds(0).incarnation_of(PeerId(0)));
+    n.ds(0).handle_fence(now, PeerId(0), inc, Fence::Proven);
+    n.drain();
+    for _ in 0..3 {
+        let ballot = n.ds(0).propose(&[key(1, 1)]);
+        assert_eq!(ballot.votes(), [Vote::Done]);
+        n.ds(0).decide(now, ballot, &[Vote::Pending]).unwrap();
+    }
+}
+
 /// The other end of it: what all ranks have when the peer goes is a success, whenever the group meets.
 #[test]
 fn a_room_that_is_complete_everywhere_outlives_its_peer() {

@@ -174,17 +174,19 @@ impl Receiver {
     }
 
     fn fail_rooms_of(&mut self, now: Time, peer: PeerId, reason: Reason) {
-        let mut hit = Vec::new();
-        for (key, room) in self.rooms.iter_mut().filter(|(_, r)| r.spec.contacts.contains(&peer)) {
-            room.patience.peer_gone();
-            if room.local.is_none() {
-                hit.push(*key);
-            }
-        }
+        let hit: Vec<RoomKey> = self
+            .rooms
+            .iter()
+            .filter(|(_, r)| r.local.is_none() && r.spec.contacts.contains(&peer))
+            .map(|(k, _)| *k)
+            .collect();
         hit.into_iter().for_each(|key| self.fail(now, key, reason));
     }
 
     pub(super) fn peer_gone(&mut self, now: Time, peer: PeerId, inc: Incarnation, reason: Reason) {
+        for room in self.rooms.values_mut().filter(|r| r.spec.contacts.contains(&peer)) {
+            room.patience.peer_gone();
+        }
         self.fail_rooms_of(now, peer, reason);
         if !self.waiting_for(peer, inc).is_empty() {
             self.fence(peer, inc);
