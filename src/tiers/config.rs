@@ -307,7 +307,8 @@ impl CoreConfig {
             },
             policy: self.eviction_policy(),
             write_threshold: self.write.threshold(),
-            hits_counted: self.store.map_or(0, |store| store.uses_min),
+            // One more than the deciding use, which is to be known from those after it.
+            hits_counted: self.store.filter(|s| s.uses_min > 1).map_or(0, |s| s.uses_min.saturating_add(1)),
             hashing: self.store.is_some(),
             components: Components {
                 window_pages: self.window.map(|w| w.span_pages),

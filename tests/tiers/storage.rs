@@ -67,6 +67,27 @@ fn a_store_takes_what_is_used_again_and_long_enough() {
     rig.assert_quiet();
 }
 
+/// A prompt that everybody uses while a slow store has not taken it yet waits in its queue once.
+#[test]
+fn what_is_used_often_is_queued_once() {
+    let mut config = with_store(config(32, 32, WT1));
+    config.store = config.store.map(|store| StoreConfig {
+        uses_min: 2,
+        pages_in_flight_max: 2,
+        queue_nodes_max: 2,
+        ..store
+    });
+    let mut rig = Rig::new(config);
+    for prompt in ["XYZ", "ABC", "XYZ", "ABC", "ABC", "ABC", "ABC", "ABC"] {
+        rig.serve(&t(prompt));
+        rig.drain_kind(|p| matches!(p, Pending::ToHost(..)));
+    }
+    assert_eq!(rig.core.stats().store_queue_full_nodes, 0);
+    rig.drain();
+    assert_eq!(stored(&rig).len(), 6);
+    rig.assert_quiet();
+}
+
 /// sgl#38480 (B10): a store write reads host pages in place. A split during the write must not free the fragment's
 /// pages, or the store keeps somebody else's bytes for ever.
 #[test]
