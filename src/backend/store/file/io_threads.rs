@@ -104,10 +104,9 @@ impl Op {
         let (mut seen, mut crc) = (0usize, 0);
         while let Some((vectors, count)) = course.rest(if sum { SUM_BYTES } else { usize::MAX }) {
             let offset = course.offset as libc::off_t;
-            // SAFETY: `vectors` points at `count` descriptors; each covers either the head, owned by `self`,
-            // or a range of a region held by `self.payload`, both alive here. The kernel writes them only for
-            // a read, and the caller of the store owns the ranges during the call; the head is written only
-            // here, before anybody reads it.
+            // SAFETY: `vectors` points at `count` descriptors, of the head, owned by `self`, or of a range of a region that
+            // `self.payload` holds, both alive here. The kernel writes them only for a read: the caller of the store owns
+            // the ranges during the call, and the head is written only here, before anybody reads it.
             let n = unsafe {
                 match self.way {
                     Way::Read => libc::preadv(course.fd, vectors, count, offset),
