@@ -157,7 +157,9 @@ fn what_is_hit_on_the_device_keeps_its_place_in_the_store() {
     (config.segment_bytes, config.free_bytes_min) = (128 << 10, 0);
     let new = || {
         let store: Arc<dyn Store> = Arc::new(FileStore::open(config.clone()).unwrap());
-        Engine::new(Shape::FULL, Sizes::AMPLE, Some(store))
+        // One thread, or a write may overtake what the store was told before it.
+        let (b, device) = builder(Shape::FULL, Sizes::AMPLE, (0, 1), Some(store));
+        Engine::of(b.store_threads(1).build().unwrap(), device, 0)
     };
     let mut engine = new();
     for n in 2..62 {
