@@ -353,7 +353,7 @@ impl World {
 }
 
 fuzz_target!(|input: Input| {
-    let mut rig = Rig::new(config(&input.setup));
+    let mut rig = Rig::new(config(&input.setup)).ticked_by_hand();
     let other = rig.namespace("other");
     let page_size = input.setup.page_size.0 as usize;
     let mut world = World { rig, page_size, other, live: Vec::new(), now: Time::ZERO };

@@ -379,9 +379,18 @@ impl PrefixCache {
         last_use: Fence,
     ) -> Result<Checkpoint, CacheError> {
         self.take_events(self.now)?;
+        let were_due = self.core.backups_are_due();
         let published = self.core.checkpoint(request.id(), tokens, last_use);
         self.run_actions(self.now);
+        self.ask_for_a_tick(were_due);
         Ok(published?)
+    }
+
+    /// Whoever only ticks when he is woken has to be, if there are backups to plan that there were not.
+    fn ask_for_a_tick(&self, were_due: bool) {
+        if !were_due && self.core.backups_are_due() {
+            self.executor.ring();
+        }
     }
 
     /// See [`Core::finish`]. On failure the request comes back with the error.
@@ -391,10 +400,12 @@ impl PrefixCache {
         tokens: &[u32],
         last_use: Fence,
     ) -> Result<Checkpoint, FinishError> {
+        let were_due = self.core.backups_are_due();
         let published = self
             .take_events(self.now)
             .and_then(|()| self.core.finish(request.id(), tokens, last_use).map_err(CacheError::from));
         self.run_actions(self.now);
+        self.ask_for_a_tick(were_due);
         match published {
             Ok(published) => {
                 request.disarm();
@@ -643,7 +654,7 @@ impl PrefixCache {
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.core.operations() == 0
-            && self.core.store_is_idle()
+            && self.core.writes_are_idle()
             && self.dropped.is_empty()
             && !self.agreement.owes()
     }

@@ -399,11 +399,16 @@ impl Executor {
             self.held += 1;
             if self.held == 1 {
                 // Whoever only ticks when it is woken has to be.
-                self.lane_config.bell.ring();
+                self.ring();
             }
         } else {
             self.submit_waiting();
         }
+    }
+
+    /// Wakes the owner.
+    pub(super) fn ring(&self) {
+        self.lane_config.bell.ring();
     }
 
     /// Whether copies to the host wait for [`flush`](Executor::flush).

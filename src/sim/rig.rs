@@ -93,6 +93,9 @@ pub struct Rig {
     pub pending: Vec<Pending>,
     /// Operations whose result is not wanted any more.
     pub cancelled: Vec<OpId>,
+    /// Whether each publication ends a step, so that a tick follows it at the time told last.
+    steps: bool,
+    now: Time,
     /// By pool.
     device: [Vec<Stamp>; 3],
     host: [Vec<Stamp>; 3],
@@ -115,6 +118,8 @@ impl Rig {
             core,
             pending: Vec::new(),
             cancelled: Vec::new(),
+            steps: true,
+            now: Time::ZERO,
             device: Default::default(),
             host: Default::default(),
             store: BTreeMap::new(),
@@ -122,6 +127,12 @@ impl Rig {
             page_size: config.page_size as usize,
             garbage: 0,
         }
+    }
+
+    /// For whoever ticks on his own: a publication does not end a step.
+    #[must_use]
+    pub fn ticked_by_hand(self) -> Rig {
+        Rig { steps: false, ..self }
     }
 
     /// A namespace by salt.
@@ -213,7 +224,7 @@ impl Rig {
     /// Publishes.
     pub fn checkpoint(&mut self, request: RequestId, tokens: &[u32]) -> Result<Checkpoint, CoreError> {
         let published = self.core.checkpoint(request, tokens, Fence::SETTLED);
-        self.after();
+        self.step();
         if published.is_ok() {
             self.verify(request, tokens);
         }
@@ -223,7 +234,7 @@ impl Rig {
     /// Publishes and closes.
     pub fn finish(&mut self, request: RequestId, tokens: &[u32]) -> Result<Checkpoint, CoreError> {
         let published = self.core.finish(request, tokens, Fence::SETTLED);
-        self.after();
+        self.step();
         published
     }
 
@@ -268,8 +279,16 @@ impl Rig {
 
     /// Tells the time.
     pub fn tick(&mut self, now: Time) {
+        self.now = self.now.max(now);
         self.core.tick(now);
         self.after();
+    }
+
+    fn step(&mut self) {
+        self.after();
+        if self.steps {
+            self.tick(self.now);
+        }
     }
 
     /// A request that matches, loads what it can (completing copies), computes the rest, publishes and closes.
@@ -579,7 +598,7 @@ impl Rig {
     /// If something is.
     pub fn assert_quiet(&self) {
         assert_eq!((self.core.operations(), self.core.requests()), (0, 0));
-        assert!(self.core.store_is_idle());
+        assert!(self.core.writes_are_idle());
         assert!(self.pending.is_empty());
         for tier in [Tier::Device, Tier::Host] {
             for (pool, counts) in self.counts(tier) {

@@ -145,7 +145,7 @@ impl Report {
 
 /// Fresh cores, and the namespaces of all of them.
 fn boot(ranks: u32, config: CoreConfig) -> (Vec<Rig>, Vec<NamespaceId>) {
-    let mut ranks: Vec<Rig> = (0..ranks).map(|_| Rig::new(config)).collect();
+    let mut ranks: Vec<Rig> = (0..ranks).map(|_| Rig::new(config).ticked_by_hand()).collect();
     ranks[0].core.start_log();
     let mut namespaces = vec![NamespaceId::DEFAULT];
     for rig in &mut ranks {

@@ -153,6 +153,7 @@ impl Core {
         self.host = pool_of(config.host);
         self.components.renew_host(&config);
         (self.storage, self.mirrors) = (Storage::default(), Mirrors::default());
+        self.backups.forget_due();
         self.config = config;
         self.ahead_due = true;
         Ok(())

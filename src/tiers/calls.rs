@@ -219,7 +219,7 @@ impl Core {
         self.free_device(&out.returned);
         self.settle_components();
         match done.due {
-            Some(node) => self.write_through(node),
+            Some(node) => self.note_due(node),
             None => self.catch_up_components(done.node),
         }
         self.store_reused(done.node);

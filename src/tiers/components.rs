@@ -142,6 +142,10 @@ impl Core {
         if free >= want {
             return true;
         }
+        if tier == Tier::Device {
+            // See `make_device_room`.
+            self.write_due();
+        }
         let gone = self.tree.evict_component(c, tier, want - free);
         self.stats.component_evicted_pages += u64::from(gone);
         self.settle_components();

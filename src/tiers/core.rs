@@ -198,11 +198,13 @@ impl Core {
         self.tree.intern(namespace)
     }
 
-    /// Tells the time and does what has become due: store writes that wait for a retry, refills that waited for their anchor.
+    /// Tells the time and does what has become due: backups of what the step has published, store writes that wait for a
+    /// retry, refills that waited for their anchor.
     pub fn tick(&mut self, now: Time) {
         self.record(|| Op::Tick(now));
         self.now = self.now.max(now);
         self.end_holds();
+        self.write_due();
         self.write_ahead();
         self.settle_holding();
         self.settle_components();
@@ -243,7 +245,8 @@ impl Core {
     /// When the core wants to be ticked although nothing happens; `None`: not before the next event.
     #[must_use]
     pub fn next_timeout(&self) -> Option<Time> {
-        let due = [self.storage.next_retry(), self.prefetches.next_timeout(), self.holds.next_end()];
+        let backups = self.backups.are_due().then_some(self.now);
+        let due = [backups, self.storage.next_retry(), self.prefetches.next_timeout(), self.holds.next_end()];
         due.into_iter().flatten().min()
     }
 
@@ -264,6 +267,7 @@ impl Core {
         self.free_host(&host);
         self.settle_components();
         (self.storage, self.mirrors) = (Storage::default(), Mirrors::default());
+        self.backups.forget_due();
         self.ahead_used = 0;
         Ok(())
     }

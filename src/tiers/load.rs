@@ -69,6 +69,9 @@ impl Core {
         request.check_usable()?;
         let Some(host) = &request.host else { return Ok(LoadBack::Nothing) };
         let (node, host_pages) = (host.node, host.pages);
+        // Before the load is planned: a backup makes host room, and could take what the plan reads.
+        self.write_due();
+        let request = self.request_ref(id)?;
         if !request.own().is_empty() {
             return Err(CoreError::RequestHasPages { own_pages: request.own().len() as u32 });
         }

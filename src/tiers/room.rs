@@ -24,6 +24,8 @@ impl Core {
             return true;
         }
         let short = want - free;
+        // What is due must not leave without a copy because its tick has not come.
+        self.write_due();
         let mode = match self.config.backs_up_on_eviction() {
             true => Unbacked::Report,
             false => Unbacked::Delete,

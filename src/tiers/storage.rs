@@ -84,10 +84,17 @@ impl Storage {
 }
 
 impl Core {
-    /// Whether every backed-up page has been written to the store or given up.
+    /// Whether nodes are due for a copy that the next [`tick`](Core::tick) plans.
     #[must_use]
-    pub fn store_is_idle(&self) -> bool {
-        self.storage.is_idle()
+    pub fn backups_are_due(&self) -> bool {
+        self.backups.are_due()
+    }
+
+    /// Whether every page that is due for a copy has one or is on its way there, and every backed-up page has been written
+    /// to the store or given up.
+    #[must_use]
+    pub fn writes_are_idle(&self) -> bool {
+        self.storage.is_idle() && !self.backups_are_due()
     }
 
     /// A node got its host copy: what is worth it of the path down to it is queued for the store.

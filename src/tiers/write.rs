@@ -39,6 +39,8 @@ enum Why {
 #[derive(Debug, Default)]
 pub(super) struct Backups {
     ops: Map<OpId, Backup>,
+    /// Nodes that are due for a copy and have none planned yet.
+    due: Vec<NodeId>,
     /// Device pages that copies in flight read.
     held_pages: u32,
     /// Those among them that leave the device when the copy has ended.
@@ -60,6 +62,16 @@ impl Backups {
 
     pub(super) fn len(&self) -> usize {
         self.ops.len()
+    }
+
+    /// What was due is gone, or the host it was to go to.
+    pub(super) fn forget_due(&mut self) {
+        self.due.clear();
+    }
+
+    /// Whether nodes wait for the tick to be written.
+    pub(super) fn are_due(&self) -> bool {
+        !self.due.is_empty()
     }
 
     pub(super) fn held_pages(&self) -> u32 {
@@ -100,6 +112,27 @@ impl Core {
         if !plan.copies.is_empty() {
             self.start_backup(&mut plan, Why::Due);
         }
+    }
+
+    /// Write-through: `node` is due. What a step makes due is planned at its tick, or when device room is made before that:
+    /// off the path that the step waits for, and once for what several calls have added to one node.
+    pub(super) fn note_due(&mut self, node: NodeId) {
+        if self.backups.due.last() != Some(&node) {
+            self.backups.due.push(node);
+        }
+    }
+
+    /// Starts the backups of what has become due, the last first: it lies deepest, and one copy covers the chain above it. If
+    /// that finds no room, a part of it may.
+    pub(super) fn write_due(&mut self) {
+        let mut due = std::mem::take(&mut self.backups.due);
+        for node in due.drain(..).rev() {
+            // The policy may have changed meanwhile; a node that is gone, or was written with one below it, plans nothing.
+            if self.config.write.threshold() > 0 {
+                self.write_through(node);
+            }
+        }
+        self.backups.due = due;
     }
 
     /// Write-through: backs up `node` and its un-backed ancestors, parents first, in one operation.

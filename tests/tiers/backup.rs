@@ -1,6 +1,6 @@
 //! Device to host.
 
-use sapwood::base::{Fence, Tier};
+use sapwood::base::{Fence, Tier, Time};
 use sapwood::sim::{Call, Pending, Rig};
 use sapwood::tiers::{Alloc, Refusal, WritePolicy};
 
@@ -182,11 +182,72 @@ fn b11_every_copy_carries_the_last_use_it_was_told_of() {
     let request = core.request(sapwood::base::NamespaceId::DEFAULT);
     core.alloc(request, 2).unwrap();
     core.finish(request, &t("AB"), Fence::after(41)).unwrap();
+    core.tick(Time(1));
     let actions = core.take_actions();
     assert!(
         matches!(&actions[..], [Action::CopyToHost { after, .. }] if *after == Fence::after(41)),
         "{actions:?}"
     );
+}
+
+/// Planning a backup makes host room, which is a third of what a publication used to cost, and no step waits for it: so it is
+/// the tick's. What a request published chunk by chunk in the meantime is one node, and one copy.
+#[test]
+fn what_is_due_is_planned_at_the_tick() {
+    let mut rig = Rig::new(config(8, 8, WT1)).ticked_by_hand();
+    let request = rig.request();
+    rig.alloc(request, 3).unwrap();
+    rig.compute(request, &t("ABC"), sapwood::base::NamespaceId::DEFAULT);
+    for chunk in ["A", "AB", "ABC"] {
+        rig.checkpoint(request, &t(chunk)).unwrap();
+    }
+    assert!(rig.pending.is_empty());
+    assert!(!rig.core.writes_are_idle());
+    assert_eq!(rig.core.next_timeout(), Some(Time::ZERO), "it asks for the tick");
+    rig.tick(Time(1));
+    assert!(matches!(&rig.pending[..], [Pending::ToHost(_, pairs)] if pairs.len() == 3), "{:?}", rig.pending);
+    assert_eq!(rig.core.next_timeout(), None);
+    rig.abort(request).unwrap();
+    rig.drain();
+    assert_eq!(rig.core.stats().backed_up_pages, 3);
+    rig.assert_quiet();
+}
+
+/// Whoever needs the pages before the tick gets them when they have been written, not instead of it.
+#[test]
+fn what_is_due_is_written_before_it_leaves() {
+    let mut rig = Rig::new(config(4, 8, WT1)).ticked_by_hand();
+    rig.serve(&t("AB"));
+    let hungry = rig.request();
+    assert_eq!(rig.alloc(hungry, 2), Ok(Alloc::Granted));
+    assert!(rig.pending.is_empty(), "there was room");
+    assert_eq!(rig.alloc(hungry, 2), Ok(Alloc::Refused { short_pages: 2, coming_pages: 2 }));
+    rig.drain();
+    assert_eq!(rig.alloc(hungry, 2), Ok(Alloc::Granted));
+    assert_eq!(found(&rig, "AB"), (0, 2));
+    rig.abort(hungry).unwrap();
+    rig.assert_quiet();
+}
+
+/// The policy that holds when the tick comes decides, and what was thrown away meanwhile is not missed.
+#[test]
+fn what_is_due_no_more_is_not_written() {
+    let mut rig = Rig::new(config(8, 8, WT1)).ticked_by_hand();
+    rig.serve(&t("AB"));
+    rig.set_write_policy(WritePolicy::WriteBack, false).unwrap();
+    rig.tick(Time(1));
+    assert!(rig.pending.is_empty());
+    rig.set_write_policy(WT1, false).unwrap();
+    rig.serve(&t("CD"));
+    rig.core.reset().unwrap();
+    assert!(rig.core.writes_are_idle());
+    rig.serve(&t("EF"));
+    let tier = rig.detach_host().unwrap();
+    rig.attach_host(tier).unwrap();
+    rig.tick(Time(2));
+    assert!(rig.pending.is_empty());
+    assert_eq!(rig.core.stats().violations, 0);
+    rig.assert_quiet();
 }
 
 /// Pages of a request that goes away under a copy stay with the copy.

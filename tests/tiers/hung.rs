@@ -85,7 +85,7 @@ fn a_hung_store_stops_nobody() {
             // `serve` verifies what it is handed.
             rig.serve(&t("ABCDEFGH"));
             assert_eq!(found(&rig, "ABCDEFGH").0, 8);
-            while !rig.core.store_is_idle() || !rig.pending.is_empty() {
+            while !rig.core.writes_are_idle() || !rig.pending.is_empty() {
                 rig.drain();
                 if let Some(due) = rig.core.next_timeout() {
                     rig.tick(due);

@@ -142,7 +142,7 @@ fn b37_a_transient_failure_loses_nothing() {
     rig.complete(2, &Call::Fails);
     rig.drain();
     assert_eq!(rig.stored().len(), 8);
-    assert!(!rig.core.store_is_idle());
+    assert!(!rig.core.writes_are_idle());
     rig.tick(rig.core.next_timeout().expect("a retry is due"));
     rig.drain();
     assert_eq!(stored(&rig), stamps_of("ABCDEFGHIJ"));
