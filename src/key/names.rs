@@ -38,7 +38,7 @@ impl PageNames {
 
     /// The row from its first token on.
     #[must_use]
-    pub fn row(&self) -> &[u32] {
+    pub fn row(&self) -> &Arc<[u32]> {
         &self.row
     }
 
@@ -46,6 +46,12 @@ impl PageNames {
     #[must_use]
     pub fn hashes(&self) -> &Arc<[PageHash]> {
         &self.hashes
+    }
+
+    /// The page that the first hash is of.
+    #[must_use]
+    pub fn first_page(&self) -> u32 {
+        self.first_page
     }
 
     /// How many of the hashes were computed for these names: those that were not known before.
@@ -108,7 +114,7 @@ mod tests {
             hash_pages(key, 4, Some([7; 32]), &mut all);
             let names = PageNames::new(key, 4, 3, Some(all[2].0), None);
             assert_eq!(names.hashes()[..], all[3..]);
-            assert_eq!(names.row(), row);
+            assert_eq!(names.row()[..], row);
             for from in 3..all.len() as u32 {
                 let prior = Some(all[from as usize - 1].0);
                 assert_eq!(names.of_rest(key.from_page(from, 4), from, prior), &all[from as usize..]);

@@ -211,10 +211,16 @@ impl Core {
         {
             request.session = None;
         }
-        let lock = self.tree.lock(done.node)?;
-        if let Some(old) = request.lock.replace(lock) {
-            self.tree.unlock(old)?;
-        }
+        request.lock = match request.lock.take() {
+            None => Some(self.tree.lock(done.node)?),
+            Some(held) => match self.tree.move_lock(held, done.node) {
+                Ok(moved) => Some(moved),
+                Err((error, held)) => {
+                    request.lock = Some(held);
+                    return Err(error.into());
+                }
+            },
+        };
         self.digest.mix(u64::from(done.new_pages) << 32 | u64::from(done.revived_pages));
         self.free_device(&out.returned);
         self.settle_components();

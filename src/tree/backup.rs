@@ -211,6 +211,12 @@ impl Tree {
             self.end_copies(done.node, Tier::Host, &done.copies, published);
             self.unlock_path(done.node, Holder::Operation);
             queue.extend(done.waiters.iter().map(|&waiter| (waiter, true)));
+            if let BackupOutcome::Published { nodes } = &outcome
+                && let Some(top) = nodes.first()
+            {
+                // Those of the operation keep their ids: they are named in what comes back.
+                self.try_merge_settled(top.index);
+            }
             out.push(BackupEnd { op: done.id, outcome });
         }
         Ok(())

@@ -256,14 +256,21 @@ impl Tree {
     ) -> u32 {
         let p = self.page_size as usize;
         let (from, whole) = (from as usize, pages.len());
-        let tokens = &key.tokens[from * p..whole * p + self.view.overlap()];
-        let run = self.arena.add_run(tokens, (whole - from) as u32);
-        if self.hashing {
-            let mut hashes = std::mem::take(&mut self.hashed);
-            self.stats.hashed_pages += self.hash_below(parent, Key { tokens, ..key }, names, &mut hashes);
-            self.arena.set_hashes(run, 0, &hashes);
-            self.hashed = hashes;
-        }
+        let range = from * p..whole * p + self.view.overlap();
+        let rest = Key { tokens: &key.tokens[range.clone()], ..key };
+        let run = match names.filter(|names| self.are_named(parent, rest, names)) {
+            Some(names) => self.arena.add_run_of(names, range, from as u32..whole as u32, parent),
+            None => {
+                let run = self.arena.add_run(rest.tokens, (whole - from) as u32);
+                if self.hashing {
+                    let mut hashes = std::mem::take(&mut self.hashed);
+                    self.stats.hashed_pages += self.hash_below(parent, rest, names, &mut hashes);
+                    self.arena.set_hashes(run, 0, &hashes);
+                    self.hashed = hashes;
+                }
+                run
+            }
+        };
         let at = self.add_leaf(parent, key.ns, run);
         self.arena.set_pages(at, Tier::Device, &pages[from..]);
         self.arena.nodes[at as usize].priority = i32::MIN;
@@ -275,12 +282,5 @@ impl Tree {
     fn revive(&mut self, at: u32, pages: &[PageId]) {
         self.arena.set_pages(at, Tier::Device, pages);
         self.set_device(at, Residency::Present);
-    }
-
-    /// After an insert the leaf may continue its parent so evenly that both are one.
-    fn try_merge_above(&mut self, leaf: u32) {
-        if leaf != ROOT {
-            self.try_merge(self.arena.nodes[leaf as usize].parent);
-        }
     }
 }

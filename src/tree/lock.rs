@@ -51,6 +51,30 @@ impl Tree {
         Ok(())
     }
 
+    /// Moves a lock to the end of another node, below where it is as a rule: whoever has it goes on using the path, so nothing
+    /// counts as used now, not even what it does not hold any more. O(nodes between).
+    ///
+    /// # Errors
+    /// Unknown node, or a receipt of another tree or of before a reset; the receipt comes back.
+    pub fn move_lock(
+        &mut self,
+        lock: DeviceLock,
+        node: NodeId,
+    ) -> Result<DeviceLock, (TreeError, DeviceLock)> {
+        let (from, to) = match (self.slot(lock.node), self.slot(node)) {
+            (Ok(from), Ok(to)) => (from, to),
+            (Err(error), _) | (_, Err(error)) => return Err((error, lock)),
+        };
+        if self.arena.nodes[from as usize].own_locks == 0 {
+            return Err((TreeError::ForeignReceipt(lock.node), lock));
+        }
+        let moved = self.take_lock(to);
+        self.release_spans(from, lock.held);
+        self.unlock_path(from, Holder::Operation);
+        self.try_merge(from);
+        Ok(moved)
+    }
+
     /// Pins the host copies on the path from the root to the end of `node`: they are neither evicted nor reclaimed.
     /// Counted; O(nodes that were not pinned).
     ///

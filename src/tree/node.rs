@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use crate::base::prefetch::prefetch;
 use crate::base::{NamespaceId, NodeId, PageId, Tier};
-use crate::key::PageHash;
+use crate::key::{PageHash, PageNames};
 
 use super::component::{COMPONENTS, Lists};
 use super::rows::{Row, Rows};
@@ -230,10 +230,11 @@ impl Run {
     }
 }
 
-/// Copies `range` of `from` behind the first `used` elements of `row`, making room by at least a quarter if there is none.
+/// Copies `range` of `from` behind the first `used` elements of `row`, making room by at least a quarter if there is none, or
+/// none that may be written.
 fn append<T: Copy>(rows: &mut Rows<T>, row: &mut Row, used: usize, from: Row, range: Range<usize>) {
     let need = used + range.len();
-    if need > row.capacity() {
+    if need > row.capacity() || rows.is_shared(*row) {
         rows.resize(row, used, need.max(used + used / 4));
     }
     if !from.is_none() {
@@ -334,6 +335,33 @@ impl Arena {
     pub(super) fn add_run(&mut self, tokens: &[u32], pages: u32) -> u32 {
         let row = self.token_rows.alloc(tokens.len());
         self.token_rows.slice_mut(row)[..tokens.len()].copy_from_slice(tokens);
+        self.put_run(row, pages)
+    }
+
+    /// The same for pages of a prompt whose names are kept: `tokens` is their place in its row. Tokens and hashes are shared
+    /// with the names if that does not hold too much memory. `parent` may be of the same prompt. O(1), or O(tokens).
+    pub(super) fn add_run_of(
+        &mut self,
+        names: &PageNames,
+        tokens: Range<usize>,
+        pages: Range<u32>,
+        parent: u32,
+    ) -> u32 {
+        let near = self.runs.get(self.nodes[parent as usize].run as usize);
+        let (near_tokens, near_hashes) = near.map_or((Row::NONE, Row::NONE), |run| (run.tokens, run.hashes));
+        let run = match self.token_rows.share(names.row(), tokens.clone(), near_tokens) {
+            Some(row) => self.put_run(row, pages.len() as u32),
+            None => self.add_run(&names.row()[tokens], pages.len() as u32),
+        };
+        let hashes = (pages.start - names.first_page()) as usize..(pages.end - names.first_page()) as usize;
+        match self.hash_rows.share(names.hashes(), hashes.clone(), near_hashes) {
+            Some(row) => self.runs[run as usize].hashes = row,
+            None => self.set_hashes(run, 0, &names.hashes()[hashes]),
+        }
+        run
+    }
+
+    fn put_run(&mut self, row: Row, pages: u32) -> u32 {
         let run = Run { tokens: row, pages, nodes: 1, ..Run::EMPTY };
         match self.free_runs.pop() {
             Some(slot) => {
@@ -463,7 +491,10 @@ impl Arena {
         let after = before + more;
         run.pages = after as u32;
         let (old, new) = (before * page_size + overlap, after * page_size + overlap);
-        append(&mut self.token_rows, &mut run.tokens, old, tail.tokens, overlap..new - old + overlap);
+        let mut tokens = tail.tokens;
+        if !self.token_rows.join(&mut run.tokens, old, &mut tokens, overlap) {
+            append(&mut self.token_rows, &mut run.tokens, old, tokens, overlap..new - old + overlap);
+        }
         for (row, other) in [(&mut run.device, tail.device), (&mut run.host, tail.host)] {
             if row.is_none() && !other.is_none() {
                 *row = self.page_rows.alloc(after);
@@ -476,14 +507,15 @@ impl Arena {
                 }
             }
         }
-        if !tail.hashes.is_none() {
-            append(&mut self.hash_rows, &mut run.hashes, before, tail.hashes, 0..more);
+        let mut hashes = tail.hashes;
+        if !hashes.is_none() && !self.hash_rows.join(&mut run.hashes, before, &mut hashes, 0) {
+            append(&mut self.hash_rows, &mut run.hashes, before, hashes, 0..more);
         }
         run.extend_components(before, &tail);
         for page in (0..more).filter(|&page| tail.is_stored(page)) {
             run.set_stored(before + page, true);
         }
-        let Run { mut tokens, mut device, mut host, mut hashes, .. } = tail;
+        let Run { mut device, mut host, .. } = tail;
         self.token_rows.free(&mut tokens);
         self.page_rows.free(&mut device);
         self.page_rows.free(&mut host);

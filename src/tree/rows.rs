@@ -5,8 +5,13 @@
 //! unless it is the only one of its size with room. Their memory comes in powers of two, and a little of each is kept for
 //! the next segment that is made, of whatever blocks: a cache at capacity makes one as often as it gives one back. A row that
 //! does not fit is a segment of its own.
+//!
+//! A row may also be a range of memory that somebody else made and nobody changes, a prompt that was named as a whole say:
+//! then nothing is copied, and the memory stays until the last row in it goes. What is held beyond the rows is bounded: see
+//! [`Rows::share`].
 
 use std::ops::Range;
+use std::sync::Arc;
 
 /// 256 KiB: few enough segments that their table stays in the near cache, small enough to be given back.
 const SEGMENT_BYTES_MAX: usize = 256 * 1024;
@@ -17,6 +22,10 @@ const SPARE_MAX: usize = 8;
 const BLOCK_MIN: usize = 4;
 /// Class of a segment that is one row.
 const ALONE: u32 = u32::MAX;
+/// Class of a segment that is memory of somebody else.
+const SHARED: u32 = u32::MAX - 1;
+/// Bytes of others' memory that are held in any case.
+const SHARED_BYTES_MIN: usize = 1 << 20;
 /// Segment without a place in the list of those with room.
 const NOT_OPEN: u32 = u32::MAX;
 
@@ -71,12 +80,15 @@ struct Class {
 #[derive(Clone, Debug)]
 pub(super) struct Rows<T> {
     /// By segment. Apart from `segments`, because every look-up reads it.
-    data: Vec<Box<[T]>>,
+    data: Vec<Arc<[T]>>,
     segments: Vec<Segment>,
     unused: Vec<u32>,
     classes: Vec<Class>,
     /// Memory of segments that went, of any content, by the logarithm of its length.
-    spare: Vec<Vec<Box<[T]>>>,
+    spare: Vec<Vec<Arc<[T]>>>,
+    /// Elements of our own memory, and of others'.
+    own: usize,
+    shared: usize,
     fill: T,
 }
 
@@ -94,7 +106,8 @@ impl<T: Copy> Rows<T> {
     /// `fill` is what fresh memory holds.
     pub(super) fn new(fill: T) -> Rows<T> {
         let (segments, unused, classes) = (Vec::new(), Vec::new(), Vec::new());
-        Rows { data: Vec::new(), segments, unused, classes, spare: Vec::new(), fill }
+        let (data, spare) = (Vec::new(), Vec::new());
+        Rows { data, segments, unused, classes, spare, own: 0, shared: 0, fill }
     }
 
     fn elements_max() -> usize {
@@ -142,11 +155,56 @@ impl<T: Copy> Rows<T> {
         segment
     }
 
+    /// A row that is `range` of `memory`, which holds what the row shall hold and is not written any more. In the segment
+    /// of `near` if that is the same memory. `None`: it would hold too much that is in no row, so copy. That is if less than
+    /// half of the memory lies from the range on, or if others' memory would become more than half as much as our own: rows
+    /// go one by one, and the last may be a small part of what it holds. O(1).
+    pub(super) fn share(&mut self, memory: &Arc<[T]>, range: Range<usize>, near: Row) -> Option<Row> {
+        let (at, cap) = (u32::try_from(range.start).ok()?, u32::try_from(range.len()).ok()?);
+        if cap == 0 || range.end > memory.len() {
+            return None;
+        }
+        let segment = match self.is_shared(near) && Arc::ptr_eq(&self.data[near.segment as usize], memory) {
+            true => near.segment,
+            false => {
+                let most = (self.own / 2).max(SHARED_BYTES_MIN / size_of::<T>());
+                if range.start * 2 > memory.len() || self.shared + memory.len() > most {
+                    return None;
+                }
+                self.shared += memory.len();
+                self.put_segment(SHARED, 1, memory.len(), Arc::clone(memory))
+            }
+        };
+        self.segments[segment as usize].live += 1;
+        Some(Row { segment, at, cap })
+    }
+
+    pub(super) fn is_shared(&self, row: Row) -> bool {
+        !row.is_none() && self.segments[row.segment as usize].class == SHARED
+    }
+
+    /// Makes `row`, of which `used` elements are in use, go on with `next` from its element `skip` on, if both are ranges
+    /// of the same shared memory and that continues the one with the other. `next` is none then. O(1).
+    pub(super) fn join(&mut self, row: &mut Row, used: usize, next: &mut Row, skip: usize) -> bool {
+        let adjacent = row.at as usize + used == next.at as usize + skip;
+        if !self.is_shared(*row) || next.is_none() || row.segment != next.segment || !adjacent {
+            return false;
+        }
+        row.cap = next.at + next.cap - row.at;
+        self.free(next);
+        true
+    }
+
     fn add_segment(&mut self, class: u32, block: usize, blocks: usize) -> u32 {
         let data = match class {
-            ALONE => vec![self.fill; block].into_boxed_slice(),
+            ALONE => std::iter::repeat_n(self.fill, block).collect(),
             _ => self.memory_for(block * blocks),
         };
+        self.own += data.len();
+        self.put_segment(class, block, blocks, data)
+    }
+
+    fn put_segment(&mut self, class: u32, block: usize, blocks: usize, data: Arc<[T]>) -> u32 {
         let new = Segment {
             class,
             block: block as u32,
@@ -168,14 +226,14 @@ impl<T: Copy> Rows<T> {
         }
     }
 
-    fn memory_for(&mut self, elements: usize) -> Box<[T]> {
+    fn memory_for(&mut self, elements: usize) -> Arc<[T]> {
         let len = elements.next_power_of_two();
         let kept = self.spare.get_mut(len.ilog2() as usize).and_then(Vec::pop);
-        kept.unwrap_or_else(|| vec![self.fill; len].into_boxed_slice())
+        kept.unwrap_or_else(|| std::iter::repeat_n(self.fill, len).collect())
     }
 
     /// Keeps memory for the next segment, if it is that of one and not much is kept.
-    fn keep(&mut self, memory: Box<[T]>) {
+    fn keep(&mut self, memory: Arc<[T]>) {
         if !memory.len().is_power_of_two() || memory.len() > Self::elements_max() {
             return;
         }
@@ -196,6 +254,13 @@ impl<T: Copy> Rows<T> {
         }
         let s = &mut self.segments[segment as usize];
         s.live -= 1;
+        if s.class == SHARED {
+            if s.live == 0 {
+                self.shared -= self.data[segment as usize].len();
+                self.forget_segment(segment);
+            }
+            return;
+        }
         if s.class == ALONE {
             self.drop_segment(segment);
             return;
@@ -223,10 +288,16 @@ impl<T: Copy> Rows<T> {
     }
 
     fn drop_segment(&mut self, segment: u32) {
-        let memory = std::mem::take(&mut self.data[segment as usize]);
+        let memory = self.forget_segment(segment);
+        self.own -= memory.len();
         self.keep(memory);
+    }
+
+    fn forget_segment(&mut self, segment: u32) -> Arc<[T]> {
+        let memory = std::mem::take(&mut self.data[segment as usize]);
         self.segments[segment as usize] = Segment { place: NOT_OPEN, ..Segment::default() };
         self.unused.push(segment);
+        memory
     }
 
     /// Makes room for `len` elements; the first `used` stay. Amortised O(1) per element if `len` grows by a share.
@@ -245,7 +316,8 @@ impl<T: Copy> Rows<T> {
         }
         let source = from.at as usize + range.start..from.at as usize + range.end;
         if from.segment == to.segment {
-            self.data[from.segment as usize].copy_within(source, to.at as usize + at);
+            let data = Arc::make_mut(&mut self.data[from.segment as usize]);
+            data.copy_within(source, to.at as usize + at);
             return;
         }
         let data = std::mem::take(&mut self.data[from.segment as usize]);
@@ -274,12 +346,16 @@ impl<T: Copy> Rows<T> {
         self.data[row.segment as usize].get(from..to).unwrap_or_default()
     }
 
+    /// All of the room of a row that is not shared, to be written.
     #[inline]
     pub(super) fn slice_mut(&mut self, row: Row) -> &mut [T] {
         if row.cap == 0 {
             return &mut [];
         }
-        &mut self.data[row.segment as usize][row.at as usize..(row.at + row.cap) as usize]
+        debug_assert!(!self.is_shared(row), "shared rows are not written");
+        // Our own memory is held by nobody else, unless the whole was cloned.
+        let data = Arc::make_mut(&mut self.data[row.segment as usize]);
+        &mut data[row.at as usize..(row.at + row.cap) as usize]
     }
 }
 
@@ -296,6 +372,53 @@ mod tests {
             assert!(class == last.0 && block == last.1 || class > last.0 && block > last.1, "{len}");
             last = (class, block);
         }
+    }
+
+    /// What another holds is not copied, goes with its last row, and is copied when it would be written.
+    #[test]
+    fn memory_of_others_is_shared_and_let_go() {
+        let mut rows = Rows::new(0u32);
+        let prompt: Arc<[u32]> = (0..10_000).collect();
+        let mut first = rows.share(&prompt, 0..4000, Row::NONE).unwrap();
+        let mut second = rows.share(&prompt, 3999..8000, first).unwrap();
+        assert_eq!((second.segment, Arc::strong_count(&prompt)), (first.segment, 2));
+        assert_eq!((rows.slice(first), rows.part(second, 1..3)), (&prompt[..4000], &prompt[4000..4002]));
+
+        // Neighbours become one where they meet, and only there.
+        let mut apart = rows.share(&prompt, 8001..9000, first).unwrap();
+        assert!(!rows.join(&mut first, 4000, &mut apart, 0));
+        assert!(rows.join(&mut first, 4000, &mut second, 1) && second.is_none());
+        assert_eq!(rows.slice(first), &prompt[..8000]);
+        rows.free(&mut apart);
+
+        // What was cut off is not content any more, and what comes instead of it goes into memory of our own.
+        rows.resize(&mut first, 100, 200);
+        assert!(!rows.is_shared(first));
+        rows.slice_mut(first)[100..200].fill(7);
+        assert_eq!((&rows.slice(first)[..100], rows.slice(first)[150]), (&prompt[..100], 7));
+        assert_eq!((Arc::strong_count(&prompt), rows.shared), (1, 0));
+        rows.free(&mut first);
+        assert!(rows.segments.iter().all(|s| s.live == 0));
+    }
+
+    /// The last row of a prompt may be a small part of it.
+    #[test]
+    fn what_others_hold_stays_a_share() {
+        let mut rows = Rows::new(0u32);
+        let prompt = |tokens: usize| -> Arc<[u32]> { (0..tokens as u32).collect() };
+        assert_eq!(
+            rows.share(&prompt(1000), 501..1000, Row::NONE),
+            None,
+            "more than half would be in no row"
+        );
+        assert!(rows.share(&prompt(1000), 500..1000, Row::NONE).is_some());
+        let held = (0..100).filter(|_| rows.share(&prompt(10_000), 0..64, Row::NONE).is_some()).count();
+        assert_eq!(held, 26, "1 MiB");
+        let own: Vec<Row> = (0..100).map(|_| rows.alloc(16_384)).collect();
+        let held = (0..200).filter(|_| rows.share(&prompt(10_000), 0..64, Row::NONE).is_some()).count();
+        assert!(rows.shared <= rows.own / 2 && held == 55, "{held}: {} of {}", rows.shared, rows.own);
+        own.into_iter().for_each(|mut row| rows.free(&mut row));
+        assert_eq!(rows.share(&prompt(10_000), 0..64, Row::NONE), None);
     }
 
     /// Rows under random calls keep their content and never overlap; memory comes back.
@@ -317,10 +440,14 @@ mod tests {
             };
             match next(3) {
                 0 | 1 if lists.len() < 200 + (step / 200) as usize % 200 => {
-                    let row = rows.alloc(len);
                     let list: Vec<u32> = (stamp..stamp + len as u32).collect();
                     stamp += len as u32;
-                    rows.slice_mut(row)[..len].copy_from_slice(&list);
+                    let shared = (next(4) == 0).then(|| rows.share(&list[..].into(), 0..len, Row::NONE));
+                    let row = shared.flatten().unwrap_or_else(|| {
+                        let row = rows.alloc(len);
+                        rows.slice_mut(row)[..len].copy_from_slice(&list);
+                        row
+                    });
                     lists.push((row, list));
                 }
                 2 if !lists.is_empty() => {

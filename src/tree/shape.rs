@@ -133,22 +133,29 @@ impl Tree {
         if !self.merge || at == ROOT || up.kids != 1 {
             return;
         }
+        // Spans of components are held by node.
+        if up.locks > 0 && self.has_components() {
+            return;
+        }
         let child = up.first_child;
         let low = &self.arena.nodes[child as usize];
         // A store write pins its nodes.
-        let held = |n: &Node| n.locks | n.pins != 0 || n.op != NIL;
+        let held = |n: &Node| n.pins != 0 || n.op != NIL;
+        // A lock that ends at the upper node would come to hold the lower one; one that ends below holds both anyway. So the
+        // chunks of a request that still runs grow together, and what walks its path does not walk all of them.
+        let (locked, lock_ends) = (low.locks > 0, up.own_locks > 0);
         // Neighbours in the list are equally old, whatever their ticks say, unless something that stands elsewhere belongs
         // between them: in an operation, or kept for a session. A heap goes by the ticks.
         let in_list = self.orders.policy.is_list() && !self.has_components() && low.listed != Listed::Nowhere;
         let listed = in_list && self.stats.ops == 0 && self.sessions.is_empty();
         let close = self.orders.adaptive.as_ref().is_some_and(|a| a.alike(up.tick, low.tick));
-        let same_age = up.tick == low.tick || close || listed && low.order.newer == at;
+        let same_age = up.tick == low.tick || !locked && (close || listed && low.order.newer == at);
         let alike = (up.device, up.host, up.hits, up.priority, up.reach, up.created)
             == (low.device, low.host, low.hits, low.priority, low.reach, low.created);
         // A session that ends at the upper node would come to hold the lower one too.
         let ends_here = up.refs > 0 && self.sessions.end_here(at);
         let (ticks, low_pages) = ((low.tick, up.tick), low.pages);
-        if !alike || !same_age || ends_here || held(up) || held(low) {
+        if !alike || !same_age || ends_here || lock_ends || held(up) || held(low) {
             return;
         }
         // Whoever waits to write one of them to a store knows it by its id, and the other has nobody waiting.
@@ -178,6 +185,21 @@ impl Tree {
             self.orders.refresh_components(&self.arena, child);
         }
         self.stats.merges += 1;
+    }
+
+    /// After an insert the leaf may continue its parent so evenly that both are one.
+    pub(super) fn try_merge_above(&mut self, leaf: u32) {
+        if leaf != ROOT {
+            self.try_merge(self.arena.nodes[leaf as usize].parent);
+        }
+    }
+
+    /// The same after an operation on `at`. Not where there are components: what a store gets of them are those that a
+    /// request at the end of a node needs, so the ends that a request has published stay ends.
+    pub(super) fn try_merge_settled(&mut self, at: u32) {
+        if !self.has_components() {
+            self.try_merge_above(at);
+        }
     }
 
     /// Makes the child's range follow the node's in the node's run. False if that would disturb others.

@@ -65,6 +65,13 @@ impl Tree {
         u64::from(extend_hashes(rest, self.page_size, first, prior, names, out))
     }
 
+    /// Whether hashes are wanted and `names` has those of all pages of `rest`, so that it also has their tokens. O(tokens).
+    pub(super) fn are_named(&self, parent: u32, rest: Key<'_>, names: &PageNames) -> bool {
+        let first = self.arena.nodes[parent as usize].end();
+        let known = || names.of_rest(rest, first, self.prior_hash(parent, rest.ns)).len();
+        self.hashing && known() == rest.pages(self.page_size) as usize
+    }
+
     /// Page hashes of a node; empty for the root.
     ///
     /// # Errors
@@ -166,6 +173,7 @@ impl Tree {
         if done.locked {
             self.unlock_path(done.node, Holder::Operation);
         }
+        self.try_merge_settled(done.node);
         Ok(marked)
     }
 

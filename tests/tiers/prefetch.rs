@@ -80,6 +80,38 @@ fn a_prompt_is_hashed_once() {
     rig.assert_quiet();
 }
 
+/// A long prompt is published chunk by chunk, and each publication goes through the nodes of its path: forty chunks were forty
+/// nodes until the request ended, and after it. What has come to rest of them is one node, although the request holds it.
+#[test]
+fn the_chunks_of_a_running_request_are_one_node() {
+    const CHUNKS: usize = 12;
+    for (letters, merged) in [("ABCDEFGHIJKL", true), ("AB", true), ("ABCDEFGHIJKL", false)] {
+        let mut rig = rig(32, 32, WT1, &[]);
+        let request = start(&mut rig, letters);
+        rig.drain();
+        assert_eq!(ended(&mut rig, request).loaded_tokens, 0);
+        // Another one holds the first half of it.
+        let half = rig.request();
+        assert_eq!(rig.alloc(request, CHUNKS as u32), Ok(Alloc::Granted));
+        for chunks in 1..=CHUNKS {
+            let published = t(&"ABCDEFGHIJKL"[..chunks]);
+            rig.compute(request, &published, NamespaceId::DEFAULT);
+            rig.checkpoint(request, &published).unwrap();
+            if !merged && chunks == CHUNKS / 2 {
+                rig.match_prefix(half, &published).unwrap();
+            }
+            rig.drain();
+        }
+        assert_eq!(rig.core.tree().stats().nodes, if merged { 1 } else { 2 }, "{letters}");
+        rig.assert_stored();
+        rig.abort(half).unwrap();
+        rig.finish(request, &t("ABCDEFGHIJKL")).unwrap();
+        rig.drain();
+        assert_eq!(found(&rig, "ABCDEFGHIJKL"), (12, 0));
+        rig.assert_quiet();
+    }
+}
+
 /// sgl#31902, sgl#30106 (B01): the anchor of a refill was device-only when the data arrived. Hanging a host child
 /// under it corrupts the tree later. The refill is dropped, all of it goes back, a counter says so.
 #[test]

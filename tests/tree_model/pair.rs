@@ -253,6 +253,19 @@ impl Pair {
         }
     }
 
+    /// Moves a lock to the end of what was inserted.
+    fn move_lock(&mut self, held: Held, ns: NamespaceId, tokens: &[u32]) -> Held {
+        let found = self.tree.peek(self.key(ns, tokens));
+        let path = self.model.path(ns.0, tokens);
+        let lock_at = Self::end_of(&path, found.device_pages);
+        let lock = self.tree.move_lock(held.lock, found.node).unwrap();
+        self.model.lock(lock_at);
+        let lock_holds = self.model.hold(lock_at);
+        self.model.release(&held.lock_holds);
+        self.model.drop_lock(held.lock_at);
+        Held { lock, lock_at, lock_holds, ..held }
+    }
+
     fn evict(&mut self, want: u32, report: bool) {
         let mut out = DeviceEviction::default();
         let unbacked = if report { Unbacked::Report } else { Unbacked::Delete };
@@ -679,6 +692,14 @@ impl Pair {
                         count.then_some(from),
                         lock,
                     );
+                    // As a request that publishes chunk by chunk.
+                    let now = self.tree.peek(self.key(ns, &tokens));
+                    let all_here = now.device_pages == now.depth_pages();
+                    if priority == 1 && chunked && all_here && self.held.len() < 5 {
+                        let held = self.move_lock(held, ns, &tokens);
+                        self.held.push(held);
+                        return;
+                    }
                 }
                 self.unlock(held);
             }
