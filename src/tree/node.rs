@@ -5,13 +5,14 @@
 //! stays one run. Nodes of one run always form a path, and they die tail first, so a run shrinks from its end.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::base::prefetch::prefetch;
 use crate::base::{NamespaceId, NodeId, PageId, Tier};
 use crate::key::{PageHash, PageNames};
 
 use super::component::{COMPONENTS, Lists};
-use super::rows::{Row, Rows};
+use super::rows::{Memory, Row, Rows};
 
 /// No node, run or operation.
 pub(super) const NIL: u32 = u32::MAX;
@@ -232,7 +233,13 @@ impl Run {
 
 /// Copies `range` of `from` behind the first `used` elements of `row`, making room by at least a quarter if there is none, or
 /// none that may be written.
-fn append<T: Copy>(rows: &mut Rows<T>, row: &mut Row, used: usize, from: Row, range: Range<usize>) {
+fn append<T: Copy, M: Memory<T>>(
+    rows: &mut Rows<T, M>,
+    row: &mut Row,
+    used: usize,
+    from: Row,
+    range: Range<usize>,
+) {
     let need = used + range.len();
     if need > row.capacity() || rows.is_shared(*row) {
         rows.resize(row, used, need.max(used + used / 4));
@@ -249,10 +256,10 @@ pub(super) struct Arena {
     free_nodes: Vec<u32>,
     pub(super) runs: Vec<Run>,
     free_runs: Vec<u32>,
-    token_rows: Rows<u32>,
+    token_rows: Rows<u32, Arc<[u32]>>,
     /// Device and host lists.
     page_rows: Rows<PageId>,
-    hash_rows: Rows<PageHash>,
+    hash_rows: Rows<PageHash, Arc<[PageHash]>>,
 }
 
 impl Arena {

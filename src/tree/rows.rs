@@ -76,16 +76,35 @@ struct Class {
     blocks: usize,
 }
 
+/// Memory of segments. What is read much and may be shared is an `Arc`: reading it costs what reading a `Box` does, and
+/// writing it some twenty instructions more, to know that nobody else has it.
+pub(super) trait Memory<T>: std::ops::Deref<Target = [T]> + Default + Clone + FromIterator<T> {
+    /// To be written; nobody else holds it, unless the whole was cloned.
+    fn write(&mut self) -> &mut [T];
+}
+
+impl<T: Clone> Memory<T> for Box<[T]> {
+    fn write(&mut self) -> &mut [T] {
+        self
+    }
+}
+
+impl<T: Clone> Memory<T> for Arc<[T]> {
+    fn write(&mut self) -> &mut [T] {
+        Arc::make_mut(self)
+    }
+}
+
 /// All rows of one element type.
 #[derive(Clone, Debug)]
-pub(super) struct Rows<T> {
+pub(super) struct Rows<T, M = Box<[T]>> {
     /// By segment. Apart from `segments`, because every look-up reads it.
-    data: Vec<Arc<[T]>>,
+    data: Vec<M>,
     segments: Vec<Segment>,
     unused: Vec<u32>,
     classes: Vec<Class>,
     /// Memory of segments that went, of any content, by the logarithm of its length.
-    spare: Vec<Vec<Arc<[T]>>>,
+    spare: Vec<Vec<M>>,
     /// Elements of our own memory, and of others'.
     own: usize,
     shared: usize,
@@ -102,9 +121,9 @@ fn class_of(len: usize) -> (usize, usize) {
     (4 * k + quarters, quarters * step)
 }
 
-impl<T: Copy> Rows<T> {
+impl<T: Copy, M: Memory<T>> Rows<T, M> {
     /// `fill` is what fresh memory holds.
-    pub(super) fn new(fill: T) -> Rows<T> {
+    pub(super) fn new(fill: T) -> Rows<T, M> {
         let (segments, unused, classes) = (Vec::new(), Vec::new(), Vec::new());
         let (data, spare) = (Vec::new(), Vec::new());
         Rows { data, segments, unused, classes, spare, own: 0, shared: 0, fill }
@@ -155,30 +174,6 @@ impl<T: Copy> Rows<T> {
         segment
     }
 
-    /// A row that is `range` of `memory`, which holds what the row shall hold and is not written any more. In the segment
-    /// of `near` if that is the same memory. `None`: it would hold too much that is in no row, so copy. That is if less than
-    /// half of the memory lies from the range on, or if others' memory would become more than half as much as our own: rows
-    /// go one by one, and the last may be a small part of what it holds. O(1).
-    pub(super) fn share(&mut self, memory: &Arc<[T]>, range: Range<usize>, near: Row) -> Option<Row> {
-        let (at, cap) = (u32::try_from(range.start).ok()?, u32::try_from(range.len()).ok()?);
-        if cap == 0 || range.end > memory.len() {
-            return None;
-        }
-        let segment = match self.is_shared(near) && Arc::ptr_eq(&self.data[near.segment as usize], memory) {
-            true => near.segment,
-            false => {
-                let most = (self.own / 2).max(SHARED_BYTES_MIN / size_of::<T>());
-                if range.start * 2 > memory.len() || self.shared + memory.len() > most {
-                    return None;
-                }
-                self.shared += memory.len();
-                self.put_segment(SHARED, 1, memory.len(), Arc::clone(memory))
-            }
-        };
-        self.segments[segment as usize].live += 1;
-        Some(Row { segment, at, cap })
-    }
-
     pub(super) fn is_shared(&self, row: Row) -> bool {
         !row.is_none() && self.segments[row.segment as usize].class == SHARED
     }
@@ -204,7 +199,7 @@ impl<T: Copy> Rows<T> {
         self.put_segment(class, block, blocks, data)
     }
 
-    fn put_segment(&mut self, class: u32, block: usize, blocks: usize, data: Arc<[T]>) -> u32 {
+    fn put_segment(&mut self, class: u32, block: usize, blocks: usize, data: M) -> u32 {
         let new = Segment {
             class,
             block: block as u32,
@@ -226,14 +221,14 @@ impl<T: Copy> Rows<T> {
         }
     }
 
-    fn memory_for(&mut self, elements: usize) -> Arc<[T]> {
+    fn memory_for(&mut self, elements: usize) -> M {
         let len = elements.next_power_of_two();
         let kept = self.spare.get_mut(len.ilog2() as usize).and_then(Vec::pop);
         kept.unwrap_or_else(|| std::iter::repeat_n(self.fill, len).collect())
     }
 
     /// Keeps memory for the next segment, if it is that of one and not much is kept.
-    fn keep(&mut self, memory: Arc<[T]>) {
+    fn keep(&mut self, memory: M) {
         if !memory.len().is_power_of_two() || memory.len() > Self::elements_max() {
             return;
         }
@@ -293,7 +288,7 @@ impl<T: Copy> Rows<T> {
         self.keep(memory);
     }
 
-    fn forget_segment(&mut self, segment: u32) -> Arc<[T]> {
+    fn forget_segment(&mut self, segment: u32) -> M {
         let memory = std::mem::take(&mut self.data[segment as usize]);
         self.segments[segment as usize] = Segment { place: NOT_OPEN, ..Segment::default() };
         self.unused.push(segment);
@@ -316,13 +311,14 @@ impl<T: Copy> Rows<T> {
         }
         let source = from.at as usize + range.start..from.at as usize + range.end;
         if from.segment == to.segment {
-            let data = Arc::make_mut(&mut self.data[from.segment as usize]);
-            data.copy_within(source, to.at as usize + at);
+            self.data[from.segment as usize].write().copy_within(source, to.at as usize + at);
             return;
         }
-        let data = std::mem::take(&mut self.data[from.segment as usize]);
-        self.slice_mut(to)[at..at + range.len()].copy_from_slice(&data[source]);
-        self.data[from.segment as usize] = data;
+        let (target, len) = (to.at as usize + at, range.len());
+        let segments = [from.segment as usize, to.segment as usize];
+        if let Ok([from, to]) = self.data.get_disjoint_mut(segments) {
+            to.write()[target..target + len].copy_from_slice(&from[source]);
+        }
     }
 
     /// All of a row's room; empty for none.
@@ -353,9 +349,33 @@ impl<T: Copy> Rows<T> {
             return &mut [];
         }
         debug_assert!(!self.is_shared(row), "shared rows are not written");
-        // Our own memory is held by nobody else, unless the whole was cloned.
-        let data = Arc::make_mut(&mut self.data[row.segment as usize]);
-        &mut data[row.at as usize..(row.at + row.cap) as usize]
+        &mut self.data[row.segment as usize].write()[row.at as usize..(row.at + row.cap) as usize]
+    }
+}
+
+impl<T: Copy> Rows<T, Arc<[T]>> {
+    /// A row that is `range` of `memory`, which holds what the row shall hold and is not written any more. In the segment
+    /// of `near` if that is the same memory. `None`: it would hold too much that is in no row, so copy. That is if less than
+    /// half of the memory lies from the range on, or if others' memory would become more than half as much as our own: rows
+    /// go one by one, and the last may be a small part of what it holds. O(1).
+    pub(super) fn share(&mut self, memory: &Arc<[T]>, range: Range<usize>, near: Row) -> Option<Row> {
+        let (at, cap) = (u32::try_from(range.start).ok()?, u32::try_from(range.len()).ok()?);
+        if cap == 0 || range.end > memory.len() {
+            return None;
+        }
+        let segment = match self.is_shared(near) && Arc::ptr_eq(&self.data[near.segment as usize], memory) {
+            true => near.segment,
+            false => {
+                let most = (self.own / 2).max(SHARED_BYTES_MIN / size_of::<T>());
+                if range.start * 2 > memory.len() || self.shared + memory.len() > most {
+                    return None;
+                }
+                self.shared += memory.len();
+                self.put_segment(SHARED, 1, memory.len(), Arc::clone(memory))
+            }
+        };
+        self.segments[segment as usize].live += 1;
+        Some(Row { segment, at, cap })
     }
 }
 
@@ -377,7 +397,7 @@ mod tests {
     /// What another holds is not copied, goes with its last row, and is copied when it would be written.
     #[test]
     fn memory_of_others_is_shared_and_let_go() {
-        let mut rows = Rows::new(0u32);
+        let mut rows: Rows<u32, Arc<[u32]>> = Rows::new(0);
         let prompt: Arc<[u32]> = (0..10_000).collect();
         let mut first = rows.share(&prompt, 0..4000, Row::NONE).unwrap();
         let mut second = rows.share(&prompt, 3999..8000, first).unwrap();
@@ -404,7 +424,7 @@ mod tests {
     /// The last row of a prompt may be a small part of it.
     #[test]
     fn what_others_hold_stays_a_share() {
-        let mut rows = Rows::new(0u32);
+        let mut rows: Rows<u32, Arc<[u32]>> = Rows::new(0);
         let prompt = |tokens: usize| -> Arc<[u32]> { (0..tokens as u32).collect() };
         assert_eq!(
             rows.share(&prompt(1000), 501..1000, Row::NONE),
@@ -424,7 +444,7 @@ mod tests {
     /// Rows under random calls keep their content and never overlap; memory comes back.
     #[test]
     fn agrees_with_lists() {
-        let mut rows = Rows::new(0u32);
+        let mut rows: Rows<u32, Arc<[u32]>> = Rows::new(0);
         let mut lists: Vec<(Row, Vec<u32>)> = Vec::new();
         let mut x = 11u64;
         let mut next = |n: u64| {
