@@ -77,7 +77,7 @@ fn the_built_in_workload_uses_every_tier_and_repeats_itself() {
 #[test]
 fn every_policy_keeps_every_byte_and_every_page() {
     for write in ["write-through", "write-through-selective", "write-back", "none"] {
-        for prefetch in ["best-effort", "wait-complete", "timeout"] {
+        for prefetch in ["best-effort", "wait-complete", "timeout", "adaptive"] {
             let store = tempfile::tempdir().unwrap();
             let line = format!(
                 "--trace {} --page-size 64 --device-pages 700 --host-pages 1200 --store {} --write-policy {write} \
@@ -89,6 +89,20 @@ fn every_policy_keeps_every_byte_and_every_page() {
             assert!(number(&report, "/aborted") > 0, "{line}");
             assert!(hits(&report) > 0, "{line}");
         }
+    }
+}
+
+/// A store that is slower than computing is not read, a faster one is.
+#[test]
+fn adaptive_reads_what_is_faster_than_computing() {
+    for (gb_per_s, is_read) in [(4, false), (25, true)] {
+        let line = format!(
+            "--trace {} --page-size 64 --device-pages 300 --host-pages 300 --store mem --prefetch adaptive \
+             --get-gb-per-s {gb_per_s}",
+            chats().display()
+        );
+        let report = replay(&line);
+        assert_eq!(number(&report, "/hit_tokens/store") > 0, is_read, "{line}");
     }
 }
 

@@ -201,6 +201,8 @@ pub(crate) enum Prefetch {
     BestEffort,
     WaitComplete,
     Timeout,
+    /// Waits for what the modelled machine reads faster than it computes it, and reads nothing else.
+    Adaptive,
 }
 
 /// Options that do not go together.

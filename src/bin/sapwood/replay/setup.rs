@@ -15,7 +15,7 @@ use sapwood::engine::{CostModel, Delivery, DraftPlan, ModelIdentity, PrefixCache
 use sapwood::key::Namespace;
 use sapwood::pool::{Capacities, Capacity, Geometry, GeometryError, Plane, PlaneKind, PoolKind};
 use sapwood::tiers::{
-    Eviction, PrefetchConfig, PrefetchPolicy, StateConfig, StoreConfig, WindowConfig, WritePolicy,
+    Eviction, PrefetchConfig, PrefetchPolicy, Rates, StateConfig, StoreConfig, WindowConfig, WritePolicy,
 };
 
 use super::args::{self, Args, DevicePages, Draft, Part, Policy, Prefetch, StoreChoice};
@@ -148,6 +148,7 @@ pub(crate) fn machine(args: &Args, jobs: &[Job]) -> Result<Machine, InputError> 
             builder = builder.store(store);
         }
         let mut cache = builder.build()?;
+        cache.set_rates(rates(args));
         // Set once, right here; before the build there is no host memory that could be freed.
         let _ = host.set(Arc::clone(cache.host_memory()));
         namespaces.clear();
@@ -277,6 +278,17 @@ fn prefetch_policy(args: &Args) -> PrefetchPolicy {
         Prefetch::BestEffort => PrefetchPolicy::BestEffort,
         Prefetch::WaitComplete => PrefetchPolicy::WaitComplete,
         Prefetch::Timeout => PrefetchPolicy::TIMEOUT_DEFAULT,
+        Prefetch::Adaptive => PrefetchPolicy::Adaptive,
+    }
+}
+
+/// Speeds of the modelled machine, as an engine would have measured them.
+fn rates(args: &Args) -> Rates {
+    let over = |gb_per_s: f64| f64::from(args.modelled_bytes_per_token) / gb_per_s;
+    Rates {
+        compute_ns_per_token: (args.prefill_us_per_token * 1e3) as u64,
+        load_ns_per_token: (over(args.get_gb_per_s) + over(args.h2d_gb_per_s)) as u64,
+        load_latency_us: CostModel::default().store_latency_us,
     }
 }
 
