@@ -283,10 +283,11 @@ impl SoftDevice {
         first_token: u32,
         bytes: &[u8],
     ) -> Result<(), MemoryError> {
-        self.ahead_of_copies(page, || self.memory().write_rows(plane, page, layer, first_token, bytes))
+        self.ahead_of_copies(page, None, || self.memory().write_rows(plane, page, layer, first_token, bytes))
     }
 
-    /// Reads rows as the model would: see [`HostArena::read_rows`] and [`SoftDevice::write_rows`].
+    /// Reads rows as the model would: see [`HostArena::read_rows`] and [`SoftDevice::write_rows`]. Of a load that is stepped
+    /// by hand, the layers that have arrived may be read while the others are copied.
     pub fn read_rows(
         &self,
         plane: PlaneId,
@@ -295,20 +296,23 @@ impl SoftDevice {
         first_token: u32,
         out: &mut [u8],
     ) -> Result<(), MemoryError> {
-        self.ahead_of_copies(page, || self.memory().read_rows(plane, page, layer, first_token, out))
+        let arrived = self.memory().geometry().plane(plane).map(|plane| plane.model_layer(layer));
+        self.ahead_of_copies(page, arrived, || self.memory().read_rows(plane, page, layer, first_token, out))
     }
 
-    /// Runs an access; if copies that wait for their fence hold the page, runs it ahead of them. Their claims
-    /// are lifted under the lock without which none of them can start.
+    /// Runs an access; if copies that wait for their fence hold the page, or one that has brought the model's layer
+    /// `arrived`, runs it ahead of them. Their claims are lifted under the lock without which none of them can go on.
     fn ahead_of_copies(
         &self,
         page: PageId,
+        arrived: Option<u32>,
         mut access: impl FnMut() -> Result<(), MemoryError>,
     ) -> Result<(), MemoryError> {
         let first = access();
         let Err(MemoryError::Busy { pool, .. }) = first else { return first };
         let s = self.lock();
-        let waiting = s.queues.iter().flatten().filter(|r| !s.reached(r.fence));
+        let has_brought = |r: &Running| arrived.is_some_and(|layer| r.step > layer);
+        let waiting = s.queues.iter().flatten().filter(|r| !s.reached(r.fence) || has_brought(r));
         let lifted: Vec<Access> = waiting.flat_map(|r| r.record.device_claims(pool, page)).collect();
         lifted.iter().for_each(|&claim| self.memory().give(pool, &[page], claim));
         let result = access();
