@@ -34,11 +34,15 @@ pub enum Plant {
     ForgetHits,
     /// A load that rests on a failed one is published.
     LoadOnNothing,
+    /// An insert fills a place that a load in flight brings a component page to.
+    OvertakeLoad,
+    /// A load brings component pages that another one in flight brings already.
+    LoadTwice,
 }
 
 impl Plant {
     /// Those of the tree, which its comparison with the model has to find.
-    pub const TREE: [Plant; 11] = [
+    pub const TREE: [Plant; 13] = [
         Plant::ForgetSplit,
         Plant::SplitDropsLock,
         Plant::SplitDropsPin,
@@ -50,6 +54,8 @@ impl Plant {
         Plant::SessionDiesWithEnd,
         Plant::ForgetHits,
         Plant::LoadOnNothing,
+        Plant::OvertakeLoad,
+        Plant::LoadTwice,
     ];
 
     /// Those that a simulation of the tiers has to find.

@@ -309,9 +309,9 @@ impl PrefixCache {
 
     /// Lets later work of a compute stream wait until the layers `..=layer` of all that the request waits for are there,
     /// without waiting here. Once per layer and stream, before the first use of the layer. `Ok(false)`: the device has not
-    /// taken a load yet, or has no streams; ask again, or follow [`load_state`](Self::load_state). Pages of windows and
-    /// states that a load brings have no place before all of it has arrived ([`components`](Self::components)), so this is
-    /// for layers of full attention. O(loads of the request).
+    /// taken a load yet, or has no streams; ask again, or follow [`load_state`](Self::load_state). It goes for the pages of
+    /// the request's table and for its windows and states ([`components`](Self::components)) alike: both are listed from the
+    /// start of the load. O(loads of the request).
     pub fn wait_layer(&mut self, request: &Request, layer: u32, stream: u64) -> Result<bool, ComputeError> {
         let mut all = true;
         for &op in self.core.loads(request.id())? {
@@ -345,7 +345,8 @@ impl PrefixCache {
         Ok(())
     }
 
-    /// Window pages and states of a request; see [`Core::request_components`]. O(window).
+    /// Window pages and states of a request, those that its loads in flight bring included; see
+    /// [`Core::request_components`]. O(window x loads of the request).
     pub fn components(&self, request: &Request) -> Result<RequestComponents, CacheError> {
         Ok(self.core.request_components(request.id())?)
     }
@@ -601,8 +602,8 @@ impl PrefixCache {
     }
 
     /// How many pages of the request lack which plane: they came from the store without it. Only planes of a draft can
-    /// be missing; its guesses will be worse there, the answer is the same. While a load is in flight, windows and states
-    /// that it brings are not counted. O(pages x planes).
+    /// be missing; its guesses will be worse there, the answer is the same. What a load in flight brings is counted as it
+    /// will be. O(pages x planes).
     pub fn missing_planes(&self, request: &Request) -> Result<Vec<MissingPlane>, CacheError> {
         let table = self.core.pages(request.id())?;
         if !self.executor.has_device_gaps() {

@@ -391,6 +391,10 @@ impl Executor {
 
     fn copy(&mut self, op: OpId, direction: Direction, pairs: &[PagePair], after: Fence) {
         let copy = Copy { op, direction, parts: parts_of(pairs), after };
+        if direction == Direction::HostToDevice {
+            // The pages of a load are shown from its start.
+            self.gaps.copied(direction, &copy.parts);
+        }
         let queue = queue_of(direction);
         self.waiting[queue].push_back(copy);
         // Nobody waits for a backup, and a device wants few large submissions (its wake-up or launch costs the scheduler's
@@ -488,7 +492,7 @@ impl Executor {
                     Direction::HostToDevice => self.bytes.h2d += completion.bytes,
                     Direction::DeviceToDevice => {}
                 }
-                if let Some(copy) = copy {
+                if let Some(copy) = copy.filter(|_| completion.direction == Direction::DeviceToHost) {
                     self.gaps.copied(completion.direction, &copy.parts);
                 }
                 true

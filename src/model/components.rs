@@ -99,18 +99,53 @@ impl Model {
         found
     }
 
-    /// Component pages to load so that a request can go on at the end of a path.
+    /// The load in flight that brings a component of a page, and the page it brings.
     #[must_use]
-    pub fn plan_component_load(&self, end: At) -> Vec<Copy> {
+    pub fn coming(&self, at: At, c: usize) -> Option<(u64, u32)> {
+        let loads = self.ops.iter().filter(|(_, op)| op.load);
+        let mut brought = loads.flat_map(|(op, record)| record.copies.iter().map(move |copy| (*op, copy)));
+        let found = brought.find(|(_, (copy, _))| (copy.0, copy.1) == (c, at));
+        found.map(|(op, (_, page))| (op, *page))
+    }
+
+    /// Component pages to load with `pages` so that a request can go on at the end of a path. What comes with a load already
+    /// is left out, and what lies below `pages`: its Full copy comes with a load that waits for this one.
+    #[must_use]
+    pub fn plan_component_load(&self, end: At, pages: &[At]) -> Vec<Copy> {
+        let above = pages.last().map(|&last| self.up(last));
         let mut found = Vec::new();
         for c in 0..2 {
             for at in self.needed(end, c).into_iter().rev() {
-                if let [None, Some(source)] = self.pages[&at].components[c] {
+                let now = above.as_ref().is_none_or(|above| above.contains(&at));
+                if let ([None, Some(source)], None, true) =
+                    (self.pages[&at].components[c], self.coming(at, c), now)
+                {
                     found.push((c, at, source));
                 }
             }
         }
         found
+    }
+
+    /// Loads in flight that bring something of what a request needs to go on at the end of a path.
+    #[must_use]
+    pub fn joins(&self, end: At) -> BTreeSet<u64> {
+        let missing = self.up(end).into_iter().take_while(|at| !self.pages[at].device.there());
+        let full = missing.filter_map(|at| match self.pages[&at].device {
+            Slot::Flying { op, .. } => Some(op),
+            _ => None,
+        });
+        let places = (0..2).flat_map(|c| self.needed(end, c).into_iter().map(move |at| (at, c)));
+        full.chain(places.filter_map(|(at, c)| Some(self.coming(at, c)?.0))).collect()
+    }
+
+    /// What a request at the end of a path that waits for `loads` is shown of a component, root first: what is there, and
+    /// what those bring. `None` if that is not all it needs.
+    #[must_use]
+    pub fn shown(&self, end: At, c: usize, loads: &[u64]) -> Option<Vec<u32>> {
+        let brought = |at| self.coming(at, c).filter(|(op, _)| loads.contains(op)).map(|(_, page)| page);
+        let needed = self.needed(end, c).into_iter().rev();
+        needed.map(|at| self.component(at, c, 0).or_else(|| brought(at))).collect()
     }
 
     /// Adds component copies to an operation that has begun.
@@ -127,6 +162,9 @@ impl Model {
             self.release(&[(c, at)]);
             let p = &self.pages[&at];
             let is_there = |slot| matches!(slot, Slot::There(_));
+            // Whoever was shown the page while it came goes on with it.
+            let open = is_there(p.device) && p.components[c][tier].is_none();
+            assert!(!load || !publish || open, "what a load brings has its place from the start");
             if publish && (is_there(p.device) || !load && is_there(p.host)) {
                 self.adopt(at, c, tier, page);
             } else {

@@ -81,6 +81,15 @@ pub enum Call {
     Each(Vec<PageOutcome>),
 }
 
+/// What a request was shown when its load began.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Shown {
+    pages: Vec<PageId>,
+    window_from: u32,
+    window: Vec<PageId>,
+    state: Option<PageId>,
+}
+
 /// Name of a page in a store: the index of its pool, and its hash.
 type Name = (usize, PageHash);
 
@@ -102,6 +111,10 @@ pub struct Rig {
     store: BTreeMap<Name, Stamp>,
     /// What the store lost by its own choice.
     lost: BTreeSet<Name>,
+    /// What requests have matched last.
+    matched: BTreeMap<RequestId, Vec<u32>>,
+    /// Of requests whose loads are in flight.
+    shown: BTreeMap<RequestId, Shown>,
     page_size: usize,
     garbage: u64,
 }
@@ -124,6 +137,8 @@ impl Rig {
             host: Default::default(),
             store: BTreeMap::new(),
             lost: BTreeSet::new(),
+            matched: BTreeMap::new(),
+            shown: BTreeMap::new(),
             page_size: config.page_size as usize,
             garbage: 0,
         }
@@ -152,6 +167,10 @@ impl Rig {
     /// Matches, then verifies the stamps of what it handed out.
     pub fn match_prefix(&mut self, request: RequestId, tokens: &[u32]) -> Result<MatchInfo, CoreError> {
         let found = self.core.match_prefix(request, tokens);
+        if found.is_ok() {
+            self.shown.remove(&request);
+            self.matched.insert(request, tokens.to_vec());
+        }
         self.after();
         if found.is_ok() {
             self.verify(request, tokens);
@@ -167,8 +186,55 @@ impl Rig {
     /// Starts a load that may take so many pages.
     pub fn load_back_within(&mut self, request: RequestId, budget_pages: u32) -> Result<LoadBack, CoreError> {
         let started = self.core.load_back_within(request, budget_pages);
+        if matches!(started, Ok(LoadBack::Started { .. })) {
+            let shown = self.see(request);
+            self.shown.insert(request, shown);
+        }
         self.after();
         started
+    }
+
+    /// What the request is shown of its shared prefix.
+    fn see(&self, request: RequestId) -> Shown {
+        let parts =
+            self.core.request_components(request).expect("the needed part of a shared prefix is there");
+        assert!(parts.complete, "no load of {request:?} has failed");
+        let mut pages = self.core.pages(request).expect("a live request").to_vec();
+        pages.truncate(self.own_from(request));
+        let mut window = parts.window;
+        window.truncate((parts.own_window_from - parts.window_from) as usize);
+        Shown { pages, window_from: parts.window_from, window, state: parts.state_in }
+    }
+
+    /// From the start of its loads to their end a request is shown the same pages, and none of them is free.
+    fn check_shown(&mut self) {
+        let shown = std::mem::take(&mut self.shown);
+        self.shown =
+            shown.into_iter().filter(|(request, shown)| self.check_shown_to(*request, shown)).collect();
+    }
+
+    /// Whether its loads are in flight still.
+    fn check_shown_to(&self, request: RequestId, shown: &Shown) -> bool {
+        let state = self.core.load_state(request);
+        if !matches!(state, Ok(LoadState::Pending { .. } | LoadState::Ready)) {
+            // It has failed, or the request has gone.
+            return false;
+        }
+        assert_eq!(self.see(request), *shown, "{request:?} is shown something else, {state:?}");
+        let pools = [&shown.pages, &shown.window, &shown.state.into_iter().collect()];
+        for (pool, pages) in PoolKind::ALL.into_iter().zip(pools) {
+            for &page in pages {
+                let free = is_free(&self.core, Tier::Device, pool, page);
+                assert!(!free, "{pool:?} {page:?} is shown to {request:?} and free");
+            }
+        }
+        if state != Ok(LoadState::Ready) {
+            return true;
+        }
+        if let Some(tokens) = self.matched.get(&request) {
+            self.verify(request, tokens);
+        }
+        false
     }
 
     /// Allocates pages.
@@ -234,6 +300,9 @@ impl Rig {
     /// Publishes and closes.
     pub fn finish(&mut self, request: RequestId, tokens: &[u32]) -> Result<Checkpoint, CoreError> {
         let published = self.core.finish(request, tokens, Fence::SETTLED);
+        if published.is_ok() {
+            self.matched.remove(&request);
+        }
         self.step();
         published
     }
@@ -241,6 +310,7 @@ impl Rig {
     /// Closes without publishing.
     pub fn abort(&mut self, request: RequestId) -> Result<(), CoreError> {
         let aborted = self.core.abort(request, Fence::SETTLED);
+        self.matched.remove(&request);
         self.after();
         aborted
     }
@@ -513,6 +583,7 @@ impl Rig {
                 }
             }
         }
+        self.check_shown();
         self.check();
     }
 

@@ -119,7 +119,9 @@ impl Core {
     /// Publishes the whole pages of `tokens`, whose KV is written once `last_use` has passed, and moves the
     /// request's lock to their end. Pages that the tree had already go back to the pool; the table then names the
     /// tree's. `tokens` are all tokens of the request from its first. Where there are states, the one in the request's
-    /// slot must be that at the end of `tokens`; if that is a page border, it is published too. O(tokens).
+    /// slot must be that at the end of `tokens`; if that is a page border, it is published too. While a load in flight
+    /// brings something of what would be published, the checkpoint is refused with [`Refusal::LoadPending`] and the request
+    /// keeps its pages: try again when that load has ended. O(tokens).
     pub fn checkpoint(
         &mut self,
         id: RequestId,

@@ -218,10 +218,11 @@ impl Core {
         }
     }
 
-    /// What the request has of the components besides Full. O(window).
+    /// What the request has of the components besides Full. What its loads in flight bring is listed from their start, at
+    /// its place, and [`load_state`](Core::load_state) says on which layers it may be read. O(window x loads of the request).
     pub fn request_components(&self, id: RequestId) -> Result<RequestComponents, CoreError> {
         let request = self.request_ref(id)?;
-        let complete = request.loads.is_empty() && !request.load_failed;
+        let complete = !request.load_failed;
         let mut found = RequestComponents {
             window_from: request.shared,
             own_window_from: if self.components.has(Component::Window) {
@@ -242,7 +243,7 @@ impl Core {
         if let Some(lock) = request.lock.as_ref().filter(|_| complete && request.shared > 0) {
             for c in self.components.configured().filter(|&c| c == Component::State || !hole) {
                 let mut pages = Vec::new();
-                match self.tree.component_device_pages(lock.node(), c, &mut pages) {
+                match self.tree.component_device_pages_with(lock.node(), c, &request.loads, &mut pages) {
                     Ok(()) => {}
                     // Published off a page border: the state has moved on, in the request's own slot.
                     Err(TreeError::NotOnDevice(_)) if c == Component::State && request.state.is_some() => {}

@@ -55,8 +55,9 @@ impl<E: Into<CoreError>> From<E> for LoadRefused {
 
 impl Core {
     /// Restores the host part of the request's match to the device. On [`LoadBack::Started`] the pages stand in
-    /// the request's table at once; [`load_state`](Core::load_state) says which layers may be read. Pages that an
-    /// earlier load already brings are shared with it. May evict. O(pages + nodes of the host part).
+    /// the request's table at once, windows and states among its [components](Core::request_components);
+    /// [`load_state`](Core::load_state) says which layers may be read. What an earlier load already brings is shared with
+    /// it. May evict. O(pages + nodes of the host part).
     pub fn load_back(&mut self, id: RequestId) -> Result<LoadBack, CoreError> {
         self.load_back_within(id, u32::MAX)
     }
@@ -227,6 +228,10 @@ impl Core {
     pub(super) fn load_copied(&mut self, op: OpId, ok: bool) {
         if let Some(load) = self.loads.ops.get_mut(&op) {
             load.copied = true;
+            if ok {
+                // It may have to wait for another load, whose layers then decide.
+                load.layers = u32::MAX;
+            }
         }
         let mut ends: Vec<LoadEnd> = Vec::new();
         if self.tree.end_load(op, ok, &mut ends).is_err() {

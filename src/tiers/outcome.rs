@@ -42,7 +42,7 @@ pub enum Refusal {
     AttemptsUsed,
     /// Loading it is predicted to take longer than computing it.
     SlowerThanCompute,
-    /// The request waits for a load.
+    /// The request waits for a load, or another request's load brings what it would publish.
     LoadPending,
     /// The time allowed for the prefetch ran out.
     OutOfTime,
@@ -109,7 +109,8 @@ pub struct MatchInfo {
 pub enum LoadBack {
     /// Everything matched lies on the device.
     Nothing,
-    /// The pages are in the request's page table; see [`LoadState`] for when they may be read.
+    /// The pages are in the request's page table, and the windows and states among its components; see [`LoadState`] for
+    /// when they may be read.
     Started {
         /// Tokens being restored for this request, also those that an earlier load already brings.
         tokens: u64,
@@ -121,11 +122,11 @@ pub enum LoadBack {
 /// Progress of the loads that a request waits for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LoadState {
-    /// Every page in the request's table may be read on every layer.
+    /// Every page of the request, of all pools, may be read on every layer.
     Ready,
-    /// Layers `0..layers` may be read.
+    /// Layers `0..layers` may be read, in all pools.
     Pending {
-        /// Layers that have arrived on all pages.
+        /// Layers that have arrived on all pages; more than there are once all have, and only the end is awaited.
         layers: u32,
     },
     /// A copy failed. The request must match again; its own pages hold results that rest on what did not come.
@@ -147,14 +148,16 @@ pub enum Alloc {
     },
 }
 
-/// What a request has of windows and states.
+/// What a request has of windows and states: while its loads are in flight, what it will have when they have ended.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RequestComponents {
     /// Place of the first page of `window`, counted in pages from the root.
     pub window_from: u32,
     /// Place of the first one that is the request's own.
     pub own_window_from: u32,
-    /// While the request waits for a load, only its own are listed: the others have their place when all has arrived.
+    /// Everything is listed, what loads in flight bring included: [`LoadState`] says on which layers that may be read. False
+    /// when a load failed that the request rests on: what it shares is gone, only its own is listed, and it must match
+    /// again.
     pub complete: bool,
     /// Window pages up to the end of the request's table: those of the shared prefix that it needs, then its own.
     pub window: Vec<PageId>,

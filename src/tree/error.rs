@@ -75,7 +75,7 @@ pub enum TreeError {
     /// The node is on the device, or on its way there.
     #[error("node {0} is already on the device or loading")]
     AlreadyOnDevice(NodeId),
-    /// The node is being loaded from the host; try again when that has ended.
+    /// The node, or a component page in it, is being loaded from the host; try again when that has ended.
     #[error("node {0} is being loaded")]
     LoadInFlight(NodeId),
     /// The node has no published host copy.

@@ -58,7 +58,8 @@ impl Tree {
     /// missing in the tree, tombstones included; the others become free ([`drain_freed`](Tree::drain_freed)).
     ///
     /// # Errors
-    /// As `insert`; also a component that is not configured, a list of another length, or the tree's own pages.
+    /// As `insert`; also a component that is not configured, a list of another length, the tree's own pages, or a page for a
+    /// place that a load in flight brings one to ([`TreeError::LoadInFlight`]): requests may compute on that one already.
     pub fn insert_with(
         &mut self,
         key: Key<'_>,

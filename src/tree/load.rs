@@ -1,7 +1,9 @@
 //! Device copies, and loads from the host. The only writer of device presence.
 //!
 //! The mirror image of `backup`: `Absent -> Pending(op) -> Present`, and the set of device copies is closed towards the
-//! root. An insert cannot overtake a load: whoever waits for the load has its pages in a page table.
+//! root. An insert cannot overtake a load: whoever waits for the load has its pages in a page table. The same goes for the
+//! pages of components that a load brings: each has its place from the start of the load, and a load that ends well finds
+//! all of them still open and under a copy of Full.
 
 use crate::base::plant::{Plant, is_planted};
 use crate::base::{NodeId, OpId, PageId, Tier};
@@ -13,9 +15,9 @@ use super::op::OpKind;
 use super::{LoadEnd, LoadOutcome, LoadPlan, Tree, TreeError, forget_pages};
 
 impl Tree {
-    /// Plans the copies that bring the path to `node` onto the device: the nodes with only a host copy, root first. Loads
-    /// in flight on that path are listed in `joins` and not planned again. Empty if all is there or under way. O(nodes
-    /// above `node` that are not on the device).
+    /// Plans the copies that bring the path to `node` onto the device: the nodes with only a host copy, root first, and the
+    /// component pages that a request at its end needs. Loads in flight that bring some of it are listed in `joins`, and that
+    /// is not planned again. Empty if all is there or under way. O(nodes above `node` that are not on the device + spans).
     ///
     /// # Errors
     /// Unknown node, the root.
@@ -61,9 +63,20 @@ impl Tree {
             plan.host_pages.extend_from_slice(self.arena.pages(id.index, Tier::Host));
         }
         if self.has_components() {
-            self.plan_component_load(target, &mut plan.copies);
+            self.plan_component_load(target, &mut plan.copies, &mut plan.joins);
+            self.leave_out_later_copies(plan);
         }
         Ok(())
+    }
+
+    /// Component pages whose Full copy comes with a load below the nodes of the plan: that load waits for this one, so this
+    /// one can not wait for it. It has lost its upper part to a failure, which is rare, and they are for a later plan.
+    fn leave_out_later_copies(&self, plan: &mut LoadPlan) {
+        let Some(last) = plan.nodes.last() else { return };
+        let end = self.arena.nodes[last.index as usize].end();
+        let all = plan.copies.len();
+        plan.copies.retain(|copy| copy.position < end);
+        plan.later_pages += (all - plan.copies.len()) as u32;
     }
 
     /// Appends the device pages of the path to `node` from page `from` of the path on, those being loaded included:
@@ -92,11 +105,13 @@ impl Tree {
         Ok(())
     }
 
-    /// [`begin_load`](Tree::begin_load) with the component pages of the plan: one device page for each of `plan.copies`. A
-    /// plan may consist of component pages only.
+    /// [`begin_load`](Tree::begin_load) with the component pages of the plan: one device page for each of `plan.copies`,
+    /// which has its place from now on
+    /// ([`component_device_pages_with`](Tree::component_device_pages_with)). A plan may consist of component pages only.
     ///
     /// # Errors
-    /// As `begin_load`; both lists come back.
+    /// As `begin_load`, and a plan is stale also when one of its places was filled or another load brings a page there; both
+    /// lists come back.
     pub fn begin_load_with(
         &mut self,
         op: OpId,

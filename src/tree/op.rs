@@ -7,7 +7,7 @@
 use crate::base::containers::Map;
 use crate::base::{OpId, PageId, Tier};
 
-use super::component::{COMPONENTS, ComponentCopy, PerComponent};
+use super::component::{COMPONENTS, Component, ComponentCopy, PerComponent};
 use super::node::{Arena, NIL};
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -50,6 +50,10 @@ impl Op {
     }
 }
 
+/// Place of a component page: component, run, page in the run. An operation that names one locks its node, so the node may be
+/// split but not merged, and a split leaves run and page as they are.
+pub(super) type Place = (Component, u32, u32);
+
 /// Slots of operations.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Ops {
@@ -58,6 +62,9 @@ pub(super) struct Ops {
     by_id: Map<OpId, u32>,
     /// Store writes by node slot, every fragment of a split node under its own. Such nodes are pinned.
     storing: Map<u32, u32>,
+    /// Component pages that loads in flight bring: the load's slot and the device page. No place has two, and none has
+    /// a device page already.
+    coming: Map<Place, (u32, PageId)>,
 }
 
 impl Ops {
@@ -77,6 +84,24 @@ impl Ops {
             self.storing.remove(&node);
         } else {
             self.storing.insert(node, slot);
+        }
+    }
+
+    /// What a load in flight brings to a place: the load's slot and the device page.
+    pub(super) fn coming(&self, place: Place) -> Option<(u32, PageId)> {
+        self.coming.get(&place).copied()
+    }
+
+    /// How many places loads in flight bring a component page to.
+    pub(super) fn places_coming(&self) -> usize {
+        self.coming.len()
+    }
+
+    /// Notes or forgets (`None`) what a load brings to a place.
+    pub(super) fn set_coming(&mut self, place: Place, what: Option<(u32, PageId)>) {
+        match what {
+            Some(what) => _ = self.coming.insert(place, what),
+            None => _ = self.coming.remove(&place),
         }
     }
 

@@ -214,12 +214,13 @@ pub struct LoadPlan {
     pub host_pages: Vec<PageId>,
     /// The node to be reached; set by the planner.
     pub target: Option<NodeId>,
-    /// Component pages to read.
+    /// Component pages to read, but for those that loads in flight bring.
     pub copies: Vec<ComponentCopy>,
-    /// Loads in flight above them; the new pages become usable only when those have ended well.
+    /// Loads in flight that bring nodes of the path or component pages that its end needs; what is loaded becomes usable only
+    /// when those have ended well.
     pub joins: Vec<OpId>,
-    /// Pages further down that cannot be planned yet: a load above them failed while one below it goes on. Plan again
-    /// when that has ended. Normally 0.
+    /// Pages further down, of Full or of a component, that cannot be planned yet: a load above them failed while one below
+    /// it goes on. Plan again when that has ended. Normally 0.
     pub later_pages: u32,
 }
 

@@ -7,16 +7,16 @@ use sapwood::backend::device::SoftDevice;
 use sapwood::backend::store::Store;
 use sapwood::backend::store::file::{FileConfig, FileStore};
 use sapwood::backend::store::mem::MemStore;
-use sapwood::base::{Fence, NamespaceId, Time};
+use sapwood::base::{Fence, NamespaceId, PageId, Time};
 use sapwood::engine::{CacheError, ComputeError, PrefixCache, Request, TierError};
 use sapwood::key::Namespace;
-use sapwood::pool::{Capacities, Capacity, PoolKind};
+use sapwood::pool::{Capacities, Capacity, Plane, PlaneId, PlaneSet, PoolKind};
 use sapwood::tiers::{
     Alloc, CoreError, HostTier, LoadBack, LoadState, OpLog, Prefetch, PrefetchPolicy, PrefetchState, Rates,
-    Refusal, WritePolicy,
+    Refusal, StateConfig, WindowConfig, WritePolicy,
 };
 
-use crate::kit::{Choices, Engine, PAGE_TOKENS, Shape, Sizes, builder, prompt};
+use crate::kit::{Choices, Engine, PAGE_TOKENS, SPAN_PAGES, Shape, Sizes, builder, prompt};
 
 /// For waits that end long before.
 const LONG: Duration = Duration::from_secs(60);
@@ -45,20 +45,57 @@ fn the_log_of_a_cache_replays_to_the_same_decisions() {
     assert!(b.build().unwrap().op_log().is_none());
 }
 
+/// What the model computes at the end of page `i` of a prompt: one value for each plane and layer.
+fn value(plane: PlaneId, i: usize, layer: u32) -> u8 {
+    1 + (u32::from(plane.0) * 32 + i as u32 * 4 + layer) as u8
+}
+
+/// The planes of a pool.
+fn planes_of(cache: &PrefixCache, pool: PoolKind) -> Vec<(PlaneId, Plane)> {
+    let planes = cache.geometry().planes_of(pool, PlaneSet::ALL);
+    planes.map(|(id, plane)| (id, plane.clone())).collect()
+}
+
+/// Pages of the request by pool, with the page of the prompt at whose end each lies.
+fn pages_of(cache: &PrefixCache, request: &Request, state: Option<PageId>) -> Vec<(PoolKind, usize, PageId)> {
+    let table = cache.pages(request).unwrap();
+    let parts = cache.components(request).unwrap();
+    let full = table.iter().enumerate().map(|(i, &page)| (PoolKind::Full, i, page));
+    let window = (parts.window_from as usize..).zip(&parts.window);
+    let window = window.map(|(i, &page)| (PoolKind::Window, i, page));
+    full.chain(window).chain(state.map(|page| (PoolKind::State, table.len() - 1, page))).collect()
+}
+
 /// Eight pages on a device that copies when it is told to; the prompt lies on the host only.
-fn on_the_host() -> (PrefixCache, SoftDevice, Request, Vec<u32>) {
-    let geometry = Shape::FULL.geometry();
+fn on_the_host(shape: Shape) -> (PrefixCache, SoftDevice, Request, Vec<u32>) {
+    let geometry = shape.geometry();
     let pages = Capacity::Pages;
-    let device = SoftDevice::manual(Arc::clone(&geometry), Capacities::full(pages(8))).unwrap();
-    let mut cache = PrefixCache::builder(geometry)
+    let capacities = Capacities { full: pages(8), window: pages(8), state: pages(4) };
+    let device = SoftDevice::manual(Arc::clone(&geometry), capacities).unwrap();
+    let mut builder = PrefixCache::builder(geometry)
         .device(device.clone())
         .host_pages(pages(16))
-        .write_policy(WritePolicy::WriteThrough { threshold: 1 })
-        .build()
-        .unwrap();
+        .write_policy(WritePolicy::WriteThrough { threshold: 1 });
+    if shape.window {
+        let (device, host) = (Capacity::Unlimited, pages(16));
+        builder = builder.window(WindowConfig { span_pages: SPAN_PAGES, device, host });
+    }
+    if shape.state {
+        builder = builder.state(StateConfig { device: Capacity::Unlimited, host: pages(4) });
+    }
+    let mut cache = builder.build().unwrap();
     let tokens = prompt(1, 4);
     let mut first = cache.request(NamespaceId::DEFAULT);
     assert_eq!(cache.alloc(&mut first, 4).unwrap(), Alloc::Granted);
+    let state = cache.components(&first).unwrap().state;
+    for (pool, i, page) in pages_of(&cache, &first, state) {
+        for (id, plane) in planes_of(&cache, pool) {
+            for layer in 0..plane.layers() {
+                let bytes = vec![value(id, i, layer); plane.layer_bytes() as usize];
+                device.write_rows(id, page, layer, 0, &bytes).unwrap();
+            }
+        }
+    }
     let computed = cache.note_compute(0).unwrap();
     assert_eq!(computed, device.fence());
     cache.finish(first, &tokens, computed).unwrap();
@@ -76,7 +113,7 @@ fn on_the_host() -> (PrefixCache, SoftDevice, Request, Vec<u32>) {
 
 #[test]
 fn a_load_takes_what_its_budget_allows_or_nothing() {
-    let (mut cache, device, mut request, _) = on_the_host();
+    let (mut cache, device, mut request, _) = on_the_host(Shape::FULL);
     let over = LoadBack::Refused(Refusal::OverBudget);
     assert_eq!(cache.load_back_within(&mut request, 3).unwrap(), over);
     assert_eq!(cache.pages(&request).unwrap(), []);
@@ -89,7 +126,7 @@ fn a_load_takes_what_its_budget_allows_or_nothing() {
 /// A layer is there when the copy has brought it, and not before.
 #[test]
 fn layers_of_a_load_are_waited_for_one_by_one() {
-    let (mut cache, device, mut request, _) = on_the_host();
+    let (mut cache, device, mut request, _) = on_the_host(Shape::FULL);
     assert!(cache.wait_layer(&request, 0, 0).unwrap(), "nothing is being loaded");
     assert!(matches!(cache.load_back(&mut request).unwrap(), LoadBack::Started { .. }));
     let load = device.runnable()[0];
@@ -104,7 +141,7 @@ fn layers_of_a_load_are_waited_for_one_by_one() {
     assert_eq!(cache.load_state(&request).unwrap(), LoadState::Ready);
     assert!(cache.wait_layer(&request, 2, 0).unwrap());
     let fault = sapwood::backend::device::CopyFault { code: 7, quiescent: true };
-    let (mut cache, device, mut request, _) = on_the_host();
+    let (mut cache, device, mut request, _) = on_the_host(Shape::FULL);
     device.inject(sapwood::backend::device::SoftFault { skip_jobs: 0, after_units: 0, fault });
     assert!(matches!(cache.load_back(&mut request).unwrap(), LoadBack::Started { .. }));
     device.finish_all();
@@ -112,6 +149,55 @@ fn layers_of_a_load_are_waited_for_one_by_one() {
     match cache.wait_layer(&request, 0, 0) {
         Err(ComputeError::Core(CoreError::LoadFailed)) => {}
         other => panic!("{other:?}"),
+    }
+}
+
+/// The window and the state of a layer are there with its pages, in the pages that the request is shown when the load
+/// begins: it can compute layer by layer on all of them.
+#[test]
+fn windows_and_states_of_a_load_are_read_layer_by_layer() {
+    for shape in Shape::EACH {
+        let (mut cache, device, mut request, _) = on_the_host(shape);
+        assert!(matches!(cache.load_back(&mut request).unwrap(), LoadBack::Started { .. }));
+        let parts = cache.components(&request).unwrap();
+        assert!(parts.complete);
+        let shown = pages_of(&cache, &request, parts.state_in);
+        let components = if shape.window { SPAN_PAGES } else { 0 } + u32::from(shape.state);
+        assert_eq!(shown.len(), 4 + components as usize, "{shape:?}");
+        let (load, layers) = (device.runnable()[0], cache.geometry().model_layers());
+        for copied in 0..shown.len() * layers as usize {
+            for layer in 0..layers {
+                let there = cache.wait_layer(&request, layer, 0).unwrap();
+                assert_eq!(there, copied >= shown.len() * (layer as usize + 1), "{shape:?} {copied} {layer}");
+                same_layer(&cache, &device, &shown, layer, there);
+            }
+            device.step(load, 0);
+        }
+        assert_eq!(cache.load_state(&request).unwrap(), LoadState::Ready);
+        assert_eq!(cache.components(&request).unwrap(), parts);
+        (0..layers).for_each(|layer| same_layer(&cache, &device, &shown, layer, true));
+        cache.abort(request, Fence::SETTLED).unwrap();
+        assert!(cache.sanity().is_empty());
+    }
+}
+
+/// What the pages hold on a layer of the model: what was computed for them, if it is there.
+fn same_layer(
+    cache: &PrefixCache,
+    device: &SoftDevice,
+    shown: &[(PoolKind, usize, PageId)],
+    layer: u32,
+    there: bool,
+) {
+    for &(pool, i, page) in shown {
+        for (id, plane) in planes_of(cache, pool) {
+            for mine in plane.layers_within(layer, layer + 1) {
+                let mut bytes = vec![0; plane.layer_bytes() as usize];
+                let read = device.read_rows(id, page, mine, 0, &mut bytes);
+                assert_eq!(read.is_ok(), there, "{pool:?} {page:?} layer {layer}: {read:?}");
+                assert!(!there || bytes.iter().all(|&byte| byte == value(id, i, mine)), "{pool:?} {page:?}");
+            }
+        }
     }
 }
 

@@ -170,11 +170,20 @@ impl Engine {
             m = self.cache.match_prefix(&mut request, tokens).unwrap();
         }
         if let LoadBack::Started { .. } = self.cache.load_back(&mut request).unwrap() {
+            let told = |c: &PrefixCache| {
+                (
+                    c.components(&request).unwrap(),
+                    c.missing_planes(&request).unwrap(),
+                    c.pages(&request).unwrap().to_vec(),
+                )
+            };
+            let at_once = told(&self.cache);
             self.turn("load", |c| match c.load_state(&request).unwrap() {
                 LoadState::Ready => true,
                 LoadState::Pending { .. } => false,
                 LoadState::Failed => panic!("a load failed"),
             });
+            assert_eq!(told(&self.cache), at_once, "what a load brings is known when it begins");
         }
         let pages = self.cache.pages(&request).unwrap().len();
         let missing = self.cache.missing_planes(&request).unwrap();

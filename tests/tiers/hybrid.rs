@@ -5,8 +5,9 @@ use sapwood::base::{NamespaceId, Tier, Time};
 use sapwood::pool::Capacity;
 use sapwood::sim::{Call, Pending, Rig};
 use sapwood::tiers::{
-    Alloc, CoreConfig, LoadBack, LoadState, PageOutcome, PoolKind, Prefetch, PrefetchEnd, PrefetchPolicy,
-    PrefetchState, Refusal, RequestId, StateConfig, Votes, WindowConfig, WritePolicy,
+    Alloc, CoreConfig, Event, LoadBack, LoadState, PageOutcome, PoolKind, Prefetch, PrefetchEnd,
+    PrefetchPolicy, PrefetchState, Refusal, RequestComponents, RequestId, StateConfig, Votes, WindowConfig,
+    WritePolicy,
 };
 use sapwood::tree::Component;
 
@@ -146,6 +147,10 @@ fn a_window_that_arrives_before_its_pages_waits_for_them() {
         let Pending::ToDevice(_, pairs) = &rig.pending[1] else { panic!("{:?}", rig.pending) };
         assert!(pairs.iter().all(|p| p.pool == PoolKind::Window), "{pairs:?}");
         rig.complete(1, &Call::Well);
+        // What is all there holds up nobody who follows the other load layer by layer.
+        let op = rig.pending[0].op();
+        rig.feed(Event::LayerCopied { op, layers: 3 });
+        assert_eq!(rig.core.load_state(short), Ok(LoadState::Pending { layers: 3 }));
         rig.complete(0, if pages_come { &Call::Well } else { &Call::Fails });
         if pages_come {
             rig.verify(short, &t("AB"));
@@ -157,6 +162,347 @@ fn a_window_that_arrives_before_its_pages_waits_for_them() {
         rig.abort(long).unwrap();
         rig.assert_quiet();
     }
+}
+
+/// Full with a window, with a state, with both.
+fn shapes() -> [CoreConfig; 3] {
+    let all = hybrid(config(8, 16, WT1));
+    [CoreConfig { state: None, ..all }, CoreConfig { window: None, ..all }, all]
+}
+
+fn shown(rig: &Rig, request: RequestId) -> RequestComponents {
+    rig.core.request_components(request).expect("a live request")
+}
+
+/// A rig with `ABCD` on the host alone, and a request that has begun to load it.
+fn loading(config: CoreConfig) -> (Rig, RequestId) {
+    let mut rig = Rig::new(config);
+    rig.serve(&t("ABCD"));
+    rig.drain();
+    flush_device(&mut rig, 8);
+    assert_eq!(found(&rig, "ABCD"), (0, 4));
+    let request = rig.request();
+    rig.match_prefix(request, &t("ABCD")).expect("a live request");
+    assert_eq!(rig.load_back(request), Ok(LoadBack::Started { tokens: 16 }));
+    (rig, request)
+}
+
+/// A rig with `ABCD` on the device but for what it has besides Full, which lies on the host alone.
+fn without_components(mut config: CoreConfig) -> Rig {
+    config.device = Capacity::Pages(64);
+    let mut rig = Rig::new(config);
+    rig.serve(&t("ABCD"));
+    rig.drain();
+    // Requests that compute take all window pages and slots.
+    let crowd: Vec<RequestId> = (0..8).map(|_| rig.request()).collect();
+    for &id in &crowd {
+        assert_eq!(rig.alloc(id, 2), Ok(Alloc::Granted));
+    }
+    for id in crowd {
+        rig.abort(id).expect("a live request");
+    }
+    for c in [Component::Window, Component::State] {
+        assert_eq!(rig.core.component_counts(c, Tier::Device).cached_pages, 0);
+    }
+    rig
+}
+
+/// The same, and a request that has begun to load what is missing.
+fn loading_components(config: CoreConfig) -> (Rig, RequestId) {
+    let mut rig = without_components(config);
+    let request = rig.request();
+    let m = rig.match_prefix(request, &t("ABCD")).expect("a live request");
+    assert_eq!((m.device_tokens, m.host_tokens), (0, 16));
+    assert_eq!(rig.load_back(request), Ok(LoadBack::Started { tokens: 16 }));
+    (rig, request)
+}
+
+/// Whoever follows a load layer by layer needs the windows and states of a layer with its pages: all of them are in the
+/// request's view as soon as the load is under way, and are the same when it has ended.
+#[test]
+fn windows_and_states_of_a_load_are_shown_from_its_start() {
+    for config in shapes() {
+        let (mut rig, request) = loading(config);
+        let start = shown(&rig, request);
+        let windows = if config.window.is_some() { 2 } else { 0 };
+        assert!(start.complete);
+        assert_eq!(
+            (start.window.len(), start.window_from, start.own_window_from),
+            (windows, 4 - windows as u32, 4)
+        );
+        assert_eq!(start.state_in.is_some(), config.state.is_some());
+        let Pending::ToDevice(_, pairs) = &rig.pending[0] else { panic!("{:?}", rig.pending) };
+        let brought = |pool| pairs.iter().filter(|p| p.pool == pool).map(|p| p.target).collect::<Vec<_>>();
+        assert_eq!(start.window, brought(PoolKind::Window));
+        assert_eq!(start.state_in.as_slice(), brought(PoolKind::State));
+        // Its own pages stand behind them.
+        assert_eq!(rig.alloc(request, 1), Ok(Alloc::Granted));
+        let own = shown(&rig, request);
+        assert_eq!((&own.window[..windows], own.state_in), (&start.window[..], start.state_in));
+        assert_eq!((own.window_from, own.own_window_from), (start.window_from, 4));
+        assert_eq!(own.window.len(), windows + windows.min(1));
+        rig.drain();
+        assert_eq!(shown(&rig, request), own);
+        rig.verify(request, &t("ABCD"));
+        rig.compute(request, &t("ABCDE"), NamespaceId::DEFAULT);
+        assert_eq!(rig.finish(request, &t("ABCDE")).unwrap().published_tokens, 20);
+        rig.drain();
+        rig.assert_quiet();
+    }
+}
+
+/// Two loads never bring one place: the second request waits for the first one's load and is shown the same pages.
+#[test]
+fn a_second_request_joins_a_load_and_sees_the_same_pages() {
+    for config in shapes() {
+        let (mut rig, first) = loading(config);
+        let second = rig.request();
+        rig.match_prefix(second, &t("ABCD")).unwrap();
+        assert_eq!(rig.load_back(second), Ok(LoadBack::Started { tokens: 16 }));
+        assert_eq!(rig.pending.len(), 1, "{:?}", rig.pending);
+        assert_eq!(shown(&rig, second), shown(&rig, first));
+        assert_eq!(rig.core.loads(second), rig.core.loads(first));
+        // The first one leaves; the second one keeps what both have seen.
+        let seen = shown(&rig, second);
+        rig.abort(first).unwrap();
+        rig.drain();
+        assert_eq!((rig.core.load_state(second), shown(&rig, second)), (Ok(LoadState::Ready), seen));
+        rig.verify(second, &t("ABCD"));
+        rig.abort(second).unwrap();
+        rig.assert_quiet();
+    }
+}
+
+/// The same where Full is on the device and only the rest is missing.
+#[test]
+fn a_load_of_windows_and_states_alone_is_joined() {
+    for config in shapes() {
+        let (mut rig, first) = loading_components(config);
+        let second = rig.request();
+        rig.match_prefix(second, &t("ABCD")).unwrap();
+        assert_eq!(rig.load_back(second), Ok(LoadBack::Started { tokens: 16 }));
+        let requests = [first, second];
+        for id in requests {
+            assert!(matches!(rig.core.load_state(id), Ok(LoadState::Pending { .. })));
+        }
+        assert_eq!(rig.pending.len(), 1, "{:?}", rig.pending);
+        let seen = shown(&rig, requests[0]);
+        assert_eq!(shown(&rig, requests[1]), seen);
+        rig.drain();
+        for id in requests {
+            assert_eq!(shown(&rig, id), seen);
+            rig.verify(id, &t("ABCD"));
+            rig.abort(id).unwrap();
+        }
+        rig.assert_quiet();
+    }
+}
+
+/// A request needs one window page that another one's load brings, and one that is its own to load.
+#[test]
+fn a_window_comes_in_part_from_the_load_of_another_request() {
+    for (first_ends, fails) in [(true, false), (false, false), (true, true)] {
+        let (mut rig, long) = loading(CoreConfig { state: None, ..hybrid(config(8, 16, WT1)) });
+        let short = rig.request();
+        rig.match_prefix(short, &t("ABC")).unwrap();
+        assert_eq!(rig.load_back(short), Ok(LoadBack::Started { tokens: 12 }));
+        let Pending::ToDevice(_, pairs) = &rig.pending[1] else { panic!("{:?}", rig.pending) };
+        assert_eq!(pairs.iter().map(|p| p.pool).collect::<Vec<_>>(), [PoolKind::Window], "that of B");
+        let seen = [shown(&rig, short), shown(&rig, long)];
+        assert_eq!(seen[0].window, [pairs[0].target, seen[1].window[0]]);
+        rig.complete(usize::from(!first_ends), if fails { &Call::Fails } else { &Call::Well });
+        rig.drain();
+        for (id, seen, prompt) in [(short, &seen[0], "ABC"), (long, &seen[1], "ABCD")] {
+            if fails {
+                assert_eq!(rig.core.load_state(id), Ok(LoadState::Failed));
+            } else {
+                assert_eq!(&shown(&rig, id), seen);
+                rig.verify(id, &t(prompt));
+            }
+            rig.abort(id).unwrap();
+        }
+        rig.assert_quiet();
+    }
+}
+
+/// Somebody computes what a load is bringing. Its pages would be duplicates of pages that others may already be computing
+/// on, so they have to wait until the load has ended.
+#[test]
+fn what_a_load_brings_is_not_inserted_meanwhile() {
+    for ends_well in [true, false] {
+        for config in shapes() {
+            let mut rig = without_components(config);
+            let [computes, loads] = [rig.request(), rig.request()];
+            assert_eq!(rig.alloc(computes, 5), Ok(Alloc::Granted));
+            rig.match_prefix(loads, &t("ABCD")).unwrap();
+            assert_eq!(rig.load_back(loads), Ok(LoadBack::Started { tokens: 16 }));
+            let seen = shown(&rig, loads);
+            rig.compute(computes, &t("ABCD"), NamespaceId::DEFAULT);
+            let before = (shown(&rig, computes), rig.core.pages(computes).unwrap().to_vec());
+            let refused = rig.checkpoint(computes, &t("ABCD")).unwrap();
+            assert_eq!((refused.refused, refused.published_tokens), (Some(Refusal::LoadPending), 0));
+            assert_eq!((shown(&rig, computes), rig.core.pages(computes).unwrap().to_vec()), before);
+            assert_eq!(shown(&rig, loads), seen);
+            rig.complete(0, if ends_well { &Call::Well } else { &Call::Fails });
+            if ends_well {
+                assert_eq!(shown(&rig, loads), seen);
+                rig.verify(loads, &t("ABCD"));
+            }
+            let published = rig.checkpoint(computes, &t("ABCD")).unwrap();
+            assert_eq!((published.refused, published.published_tokens), (None, 16));
+            assert_eq!(rig.alloc(computes, 0), Ok(Alloc::Granted));
+            rig.compute(computes, &t("ABCDE"), NamespaceId::DEFAULT);
+            assert_eq!(rig.finish(computes, &t("ABCDE")).unwrap().published_tokens, 20);
+            rig.abort(loads).unwrap();
+            rig.drain();
+            assert_eq!(found(&rig, "ABCDE").0, 5);
+            rig.assert_quiet();
+        }
+    }
+}
+
+/// A load does not hold up what has no page for its places, nor what gives up and goes.
+#[test]
+fn an_insert_beside_the_places_of_a_load_goes_through() {
+    let mut rig = without_components(CoreConfig { window: None, ..hybrid(config(8, 16, WT1)) });
+    let [computes, leaves, loads] = [rig.request(), rig.request(), rig.request()];
+    for id in [computes, leaves] {
+        assert_eq!(rig.alloc(id, 5), Ok(Alloc::Granted));
+    }
+    rig.match_prefix(loads, &t("ABCD")).unwrap();
+    assert_eq!(rig.load_back(loads), Ok(LoadBack::Started { tokens: 16 }));
+    let seen = shown(&rig, loads);
+    // The state of E, not that of D.
+    rig.compute(computes, &t("ABCDE"), NamespaceId::DEFAULT);
+    assert_eq!(rig.finish(computes, &t("ABCDE")).unwrap().refused, None);
+    rig.compute(leaves, &t("ABCD"), NamespaceId::DEFAULT);
+    assert_eq!(rig.finish(leaves, &t("ABCD")).unwrap().refused, Some(Refusal::LoadPending));
+    assert_eq!(shown(&rig, loads), seen);
+    rig.drain();
+    assert_eq!(shown(&rig, loads), seen);
+    rig.verify(loads, &t("ABCD"));
+    rig.abort(loads).unwrap();
+    rig.drain();
+    rig.assert_quiet();
+}
+
+/// What a request goes on with in its own slot is not mixed up with what others load at the place where it published.
+#[test]
+fn a_request_is_shown_only_what_its_own_loads_bring() {
+    let mut rig = without_components(CoreConfig { window: None, ..hybrid(config(8, 16, WT1)) });
+    let [computes, loads] = [rig.request(), rig.request()];
+    assert_eq!(rig.alloc(computes, 5), Ok(Alloc::Granted));
+    // Off a page border: the state stays with the request.
+    rig.compute(computes, &t1("ABCD"), NamespaceId::DEFAULT);
+    assert_eq!(rig.checkpoint(computes, &t1("ABCD")).unwrap().published_tokens, 16);
+    rig.match_prefix(loads, &t("ABCD")).unwrap();
+    assert_eq!(rig.load_back(loads), Ok(LoadBack::Started { tokens: 16 }));
+    assert!(shown(&rig, loads).state_in.is_some());
+    let own = shown(&rig, computes);
+    assert_eq!((rig.core.load_state(computes), own.state_in), (Ok(LoadState::Ready), None));
+    rig.drain();
+    rig.abort(loads).unwrap();
+    rig.abort(computes).unwrap();
+    rig.assert_quiet();
+}
+
+/// A load fails: its pages of all pools are free, and whoever was shown them starts over.
+#[test]
+fn a_failed_load_takes_back_what_it_has_shown() {
+    for config in shapes() {
+        let (mut rig, first) = loading(config);
+        let second = rig.request();
+        rig.match_prefix(second, &t("ABCD")).unwrap();
+        rig.load_back(second).unwrap();
+        assert_eq!(rig.alloc(first, 1), Ok(Alloc::Granted));
+        rig.complete(0, &Call::Fails);
+        for id in [first, second] {
+            assert_eq!(rig.core.load_state(id), Ok(LoadState::Failed));
+            let left = shown(&rig, id);
+            assert!(!left.complete, "it lists only what is the request's own");
+            let own = if id == first && config.window.is_some() { 1 } else { 0 };
+            assert_eq!((left.window.len(), left.state_in), (own, None));
+            assert_eq!(left.state.is_some(), id == first && config.state.is_some());
+        }
+        for c in [Component::Window, Component::State] {
+            assert_eq!(rig.core.component_counts(c, Tier::Device).cached_pages, 0);
+        }
+        // Again from the start, and this time it comes.
+        for id in [first, second] {
+            rig.match_prefix(id, &t("ABCD")).unwrap();
+            assert_eq!(rig.load_back(id), Ok(LoadBack::Started { tokens: 16 }));
+            assert!(shown(&rig, id).complete);
+        }
+        rig.drain();
+        for id in [first, second] {
+            rig.verify(id, &t("ABCD"));
+            rig.abort(id).unwrap();
+        }
+        rig.assert_quiet();
+    }
+}
+
+/// Another request parts from the path of a load, once inside its window and once above.
+#[test]
+fn a_split_under_a_load_leaves_its_places_alone() {
+    for (prompt, ends_well) in [("ABCX", true), ("ABX", true), ("AX", true), ("ABCX", false)] {
+        for config in shapes() {
+            for (mut rig, loads) in [loading(config), loading_components(config)] {
+                let (seen, splits) = (shown(&rig, loads), rig.core.tree().stats().splits);
+                let parts = rig.request();
+                rig.match_prefix(parts, &t(prompt)).unwrap();
+                assert!(rig.core.tree().stats().splits > splits);
+                assert_eq!(shown(&rig, loads), seen);
+                rig.complete(0, if ends_well { &Call::Well } else { &Call::Fails });
+                if ends_well {
+                    assert_eq!(shown(&rig, loads), seen);
+                    rig.verify(loads, &t("ABCD"));
+                } else {
+                    assert_eq!(rig.core.load_state(loads), Ok(LoadState::Failed));
+                }
+                rig.abort(parts).unwrap();
+                rig.abort(loads).unwrap();
+                rig.assert_quiet();
+            }
+        }
+    }
+}
+
+/// The upper part of a path fails while the load of its lower part is in flight. A request that ends inside the lower part
+/// needs windows there that this load does not bring. They can come neither before its pages, which wait for the upper part,
+/// nor with that: the request has to ask again.
+#[test]
+fn windows_under_the_pages_of_a_load_that_waits_come_later() {
+    let config = CoreConfig { state: None, ..hybrid(config(16, 16, WT1)) };
+    let mut rig = Rig::new(config);
+    rig.serve(&t("ABCDEF"));
+    rig.drain();
+    flush_device(&mut rig, 16);
+    let [upper, lower, between, whole] = [(); 4].map(|()| rig.request());
+    for (id, prompt) in [(upper, "A"), (lower, "ABCDEF")] {
+        rig.match_prefix(id, &t(prompt)).unwrap();
+        assert!(matches!(rig.load_back(id), Ok(LoadBack::Started { .. })));
+    }
+    rig.complete(0, &Call::Fails);
+    rig.match_prefix(between, &t("ABC")).unwrap();
+    assert_eq!(rig.load_back(between), Ok(LoadBack::Refused(Refusal::LoadPending)));
+    // This one needs the windows that the lower load brings, and loads the upper part again.
+    rig.match_prefix(whole, &t("ABCDEF")).unwrap();
+    assert_eq!(rig.load_back(whole), Ok(LoadBack::Started { tokens: 24 }));
+    assert_eq!(rig.load_back(between), Ok(LoadBack::Started { tokens: 12 }));
+    let seen = [shown(&rig, between), shown(&rig, whole)];
+    // The lower part, the windows of the one between, and at last the upper part.
+    for last in [0, 1, 0] {
+        rig.complete(last, &Call::Well);
+    }
+    assert!(rig.pending.is_empty());
+    assert_eq!([shown(&rig, between), shown(&rig, whole)], seen);
+    rig.verify(between, &t("ABC"));
+    rig.verify(whole, &t("ABCDEF"));
+    for id in [upper, lower, between, whole] {
+        rig.abort(id).unwrap();
+    }
+    rig.assert_quiet();
 }
 
 /// Without a host slot the state is lost with the device copy: the match is cut, nothing is wrong, nothing leaks.

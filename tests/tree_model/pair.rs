@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use sapwood::base::{NamespaceId, OpId, PageId, Tier};
+use sapwood::base::{NamespaceId, NodeId, OpId, PageId, Tier};
 use sapwood::key::{Key, KeyView, Namespace, hash_pages};
 use sapwood::model::{At, Hold, Model, Order, SettledKind, Slot};
 use sapwood::pool::{Extent, PagePool};
@@ -24,13 +24,23 @@ pub(crate) struct Row {
 /// One call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Step {
-    Insert { row: Row, priority: i32, count: bool, chunked: bool },
+    Insert {
+        row: Row,
+        priority: i32,
+        count: bool,
+        chunked: bool,
+    },
     InsertBlind(Row),
     Match(Row),
     Lock(Row),
     Unlock(usize),
     Backup(Row),
     Load(Row),
+    /// All but so many pages, and then all of it; the first of the two may fail at once.
+    LoadTwice(Row, u32, bool),
+    /// Windows and states are backed up and lost, are loaded, twice and the second time with so many pages less, and are
+    /// computed again before they have come.
+    Overtake(Row, u32),
     End(usize, bool),
     Evict(u32, bool),
     EvictHost(u32),
@@ -324,6 +334,14 @@ impl Pair {
         assert!(freed.len() as u32 == want || self.model.mirrors().is_empty());
     }
 
+    fn insert_blind(&mut self, row: Row) {
+        let (ns, tokens) = self.tokens(row);
+        let mut pages = Vec::new();
+        if self.alloc_device(self.key(ns, &tokens).pages(self.page_size), &mut pages) {
+            self.insert(ns, &tokens, &pages, 0, 0, Some(0), None);
+        }
+    }
+
     #[expect(clippy::too_many_arguments, reason = "the arguments of the call under test")]
     fn insert(
         &mut self,
@@ -355,7 +373,12 @@ impl Pair {
             Some(lock) => self.tree.insert_from(lock, key, pages, owned, given, opts, &mut out),
             None => self.tree.insert_with(key, pages, owned, given, opts, &mut out),
         };
-        if self.model.must_wait(ns.0, tokens) {
+        let path = self.model.path(ns.0, tokens);
+        let known = path.len() as u32;
+        let comes = |i: u32, c| self.model.coming(path[i as usize], c).is_some();
+        let overtakes = windowed && (mine..whole.min(known)).any(|i| comes(i, 0))
+            || stated && whole <= known && comes(whole - 1, 1);
+        if self.model.must_wait(ns.0, tokens) || overtakes {
             assert!(matches!(done, Err(TreeError::LoadInFlight(_))), "{done:?}");
             self.device.free(&pages[owned as usize..]).unwrap();
             if windowed {
@@ -509,8 +532,13 @@ impl Pair {
         };
         let n = want.len() as u32;
         let copies = if load { &bring.copies } else { &backup.copies };
-        let same =
-            if load { self.model.plan_component_load(at) } else { self.model.plan_component_backup(&want) };
+        let same = if load {
+            let joins: BTreeSet<u64> = bring.joins.iter().map(|op| op.0).collect();
+            assert_eq!(joins, self.model.joins(at));
+            self.model.plan_component_load(at, &want)
+        } else {
+            self.model.plan_component_backup(&want)
+        };
         let plain =
             |copy: &ComponentCopy| (copy.component as usize, path[copy.position as usize], copy.source.0);
         assert_eq!(copies.iter().map(plain).collect::<Vec<_>>(), same);
@@ -543,6 +571,22 @@ impl Pair {
             self.model.begin_copies(op.0, &same, &ids(&extra));
         }
         self.flying.push((op.0, load));
+        if load && fits && bring.later_pages == 0 {
+            bring.joins.push(op);
+            self.same_view(node, at, &bring.joins);
+        }
+    }
+
+    /// What a request is shown at the end of its path if it waits for `loads`, and if it waits for none.
+    fn same_view(&self, node: NodeId, at: At, loads: &[OpId]) {
+        for (c, component) in [Component::Window, Component::State].into_iter().enumerate() {
+            for loads in [loads, &[]].into_iter().filter(|_| self.spans[c] > 0) {
+                let mut pages = Vec::new();
+                let done = self.tree.component_device_pages_with(node, component, loads, &mut pages);
+                let names: Vec<u64> = loads.iter().map(|op| op.0).collect();
+                assert_eq!(done.ok().map(|()| ids(&pages)), self.model.shown(at, c, &names));
+            }
+        }
     }
 
     fn end(&mut self, i: usize, ok: bool) {
@@ -552,6 +596,10 @@ impl Pair {
             return;
         }
         let (op, load) = ready[i % ready.len()];
+        self.end_op(op, load, ok);
+    }
+
+    fn end_op(&mut self, op: u64, load: bool, ok: bool) {
         let mut got: Vec<(u64, bool, Vec<PageId>)> = Vec::new();
         if load {
             let mut out = Vec::new();
@@ -703,12 +751,19 @@ impl Pair {
                 }
                 self.unlock(held);
             }
-            Step::InsertBlind(row) => {
-                let (ns, tokens) = self.tokens(row);
-                let mut pages = Vec::new();
-                if self.alloc_device(self.key(ns, &tokens).pages(self.page_size), &mut pages) {
-                    self.insert(ns, &tokens, &pages, 0, 0, Some(0), None);
+            Step::InsertBlind(row) => self.insert_blind(row),
+            Step::Overtake(row, less) => {
+                self.insert_blind(row);
+                let flying = self.flying.len();
+                self.begin(false, row);
+                if let Some(&(op, load)) = self.flying.get(flying) {
+                    self.end_op(op, load, true);
                 }
+                self.evict_component(0, 0, DEVICE);
+                self.evict_component(1, 0, DEVICE);
+                self.begin(true, row);
+                self.begin(true, Row { pages: row.pages.saturating_sub(less), ..row });
+                self.insert_blind(row);
             }
             Step::Match(row) => {
                 let (ns, tokens) = self.tokens(row);
@@ -734,6 +789,15 @@ impl Pair {
             Step::Lock(_) | Step::Unlock(_) => {}
             Step::Backup(row) => self.begin(false, row),
             Step::Load(row) => self.begin(true, row),
+            Step::LoadTwice(row, less, fails) => {
+                let flying = self.flying.len();
+                self.begin(true, Row { pages: row.pages.saturating_sub(less), ..row });
+                let first = self.flying.get(flying).map(|&(op, _)| op);
+                self.begin(true, row);
+                if let Some(op) = first.filter(|_| fails) {
+                    self.end_op(op, true, false);
+                }
+            }
             Step::End(i, ok) => self.end(i, ok),
             Step::Evict(n, report) => self.evict(n, report),
             Step::EvictHost(n) => self.evict_host(n),

@@ -1,7 +1,7 @@
 //! Component pages on the move: in with an insert or from a store, between tiers with an operation, out with an eviction.
 
 use crate::base::plant::{Plant, is_planted};
-use crate::base::{NodeId, PageId, Tier, Violation};
+use crate::base::{NodeId, OpId, PageId, Tier, Violation};
 
 use super::super::node::{NIL, NO_PAGE, ROOT, Residency};
 use super::super::{BackupPlan, Tree, TreeError};
@@ -32,24 +32,30 @@ impl Tree {
             return Err(TreeError::NotYours { page });
         }
         let Some(&last) = path.last() else { return Ok(()) };
-        let same = |c: Component, at: u32, page: usize, theirs: PageId| {
-            let run = &self.arena.runs[self.arena.nodes[at as usize].run as usize];
-            run.component_page(c, Tier::Device, page) == Some(theirs)
-        };
         if window {
             for (at, page, position) in self.positions(last, given.window_from.max(owned_from)..matched) {
                 let theirs = given.window[(position - given.window_from) as usize];
-                if same(Component::Window, at, page, theirs) {
-                    return Err(TreeError::NotYours { page: theirs });
-                }
+                self.check_place(Component::Window, at, page, theirs)?;
             }
         }
         if let Some(theirs) = given.state.filter(|_| matched == whole) {
             for (at, page, _) in self.positions(last, whole - 1..whole) {
-                if same(Component::State, at, page, theirs) {
-                    return Err(TreeError::NotYours { page: theirs });
-                }
+                self.check_place(Component::State, at, page, theirs)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Whether an insert may bring a page to a place that the tree knows. Where a load in flight brings one it may not: the
+    /// load's page would find its place taken at the end, and requests may be computing on it by then.
+    fn check_place(&self, c: Component, at: u32, page: usize, theirs: PageId) -> Result<(), TreeError> {
+        let run = &self.arena.runs[self.arena.nodes[at as usize].run as usize];
+        if run.component_page(c, Tier::Device, page) == Some(theirs) {
+            return Err(TreeError::NotYours { page: theirs });
+        }
+        let comes = self.ops.places_coming() > 0 && self.coming(c, at, page).is_some();
+        if comes && !is_planted(Plant::OvertakeLoad) {
+            return Err(TreeError::LoadInFlight(self.arena.id(at)));
         }
         Ok(())
     }
@@ -184,14 +190,29 @@ impl Tree {
         Ok(())
     }
 
-    /// Component pages to load so that a request can go on at the end of `target`.
-    pub(in crate::tree) fn plan_component_load(&self, target: u32, copies: &mut Vec<ComponentCopy>) {
+    /// Component pages to load so that a request can go on at the end of `target`. Those that loads in flight bring are not
+    /// loaded again; those loads are added to `joins`.
+    pub(in crate::tree) fn plan_component_load(
+        &self,
+        target: u32,
+        copies: &mut Vec<ComponentCopy>,
+        joins: &mut Vec<OpId>,
+    ) {
         copies.clear();
         let depth = self.arena.nodes[target as usize].end();
         for c in ALL.into_iter().filter(|&c| self.span(c) > 0) {
             for (at, page, position) in self.positions(target, self.needed(c, depth)) {
                 let run = &self.arena.runs[self.arena.nodes[at as usize].run as usize];
-                if run.component_page(c, Tier::Device, page).is_none() {
+                if run.component_page(c, Tier::Device, page).is_some() {
+                    continue;
+                }
+                let coming = self.coming(c, at, page).filter(|_| !is_planted(Plant::LoadTwice));
+                if let Some((load, _)) = coming {
+                    let op = self.ops.get(load).id;
+                    if !joins.contains(&op) {
+                        joins.push(op);
+                    }
+                } else {
                     let source = run.component_page(c, Tier::Host, page);
                     copies.extend(source.map(|source| ComponentCopy { component: c, position, source }));
                 }
@@ -199,7 +220,8 @@ impl Tree {
         }
     }
 
-    /// Checks that the copies of a plan still read what they say, and that there is a page for each.
+    /// Checks that the copies of a plan still read what they say, that there is a page for each, and for those to the device
+    /// that nothing has or will have come to their places without them.
     pub(in crate::tree) fn check_copies(
         &self,
         anchor: NodeId,
@@ -214,7 +236,12 @@ impl Tree {
             let place = self.positions(self.slot(anchor)?, copy.position..copy.position.saturating_add(1));
             let there = place.first().is_some_and(|&(at, page, _)| {
                 let run = &self.arena.runs[self.arena.nodes[at as usize].run as usize];
+                let open = || {
+                    run.component_page(copy.component, Tier::Device, page).is_none()
+                        && self.coming(copy.component, at, page).is_none()
+                };
                 run.component_page(copy.component, from, page) == Some(copy.source)
+                    && (from == Tier::Device || open())
             });
             if !there {
                 return Err(TreeError::StalePlan(anchor));
@@ -225,9 +252,15 @@ impl Tree {
 
     pub(in crate::tree) fn begin_copies(&mut self, slot: u32, copies: &[ComponentCopy], pages: &[PageId]) {
         let anchor = self.ops.get(slot).node;
-        for (copy, &page) in copies.iter().zip(pages) {
-            self.hold(copy.component, anchor, copy.position..copy.position + 1, true);
-            self.ops.get_mut(slot).copies.push((*copy, page));
+        let load = self.ops.get(slot).target() == Tier::Device;
+        for (copy, &id) in copies.iter().zip(pages) {
+            let range = copy.position..copy.position + 1;
+            self.hold(copy.component, anchor, range.clone(), true);
+            for (at, page, _) in self.positions(anchor, range).into_iter().filter(|_| load) {
+                let place = self.place(copy.component, at, page);
+                self.ops.set_coming(place, Some((slot, id)));
+            }
+            self.ops.get_mut(slot).copies.push((*copy, id));
         }
     }
 
@@ -245,6 +278,9 @@ impl Tree {
             self.hold(c, anchor, copy.position..copy.position + 1, false);
             let place = self.positions(anchor, copy.position..copy.position + 1);
             let Some(&(at, page, _)) = place.first() else { continue };
+            if to == Tier::Device {
+                self.ops.set_coming(self.place(c, at, page), None);
+            }
             let node = &self.arena.nodes[at as usize];
             let under =
                 node.device == Residency::Present || to == Tier::Host && node.host == Residency::Present;
@@ -384,6 +420,33 @@ impl Tree {
 
     // ---- sanity ----
 
+    /// What loads bring has its places, each open and of one load only.
+    fn coming_faults(&self) -> Vec<Violation> {
+        let (mut found, mut places) = (Vec::new(), 0);
+        for op in self.ops.iter().filter(|op| op.target() == Tier::Device) {
+            for &(copy, id) in &op.copies {
+                places += 1;
+                let c = copy.component;
+                let place = self.positions(op.node, copy.position..copy.position + 1);
+                let open = place.first().is_some_and(|&(at, page, _)| {
+                    let mine = self.coming(c, at, page).is_some_and(|(load, to)| {
+                        self.ops.is_live(load) && self.ops.get(load).id == op.id && to == id
+                    });
+                    mine && !self.has(c, at, page, false)
+                });
+                if !open {
+                    let detail = format!("{:?} brings {id:?} to {copy:?}, which has no room for it", op.id);
+                    found.push(Violation { rule: "component-coming", detail });
+                }
+            }
+        }
+        if places != self.ops.places_coming() {
+            let detail = format!("{places} places, {} noted", self.ops.places_coming());
+            found.push(Violation { rule: "component-coming", detail });
+        }
+        found
+    }
+
     /// Broken rules of one node's components, and of the counters if `at` is the root.
     pub(in crate::tree) fn component_faults(&self, at: u32) -> Vec<Violation> {
         let mut found = Vec::new();
@@ -408,6 +471,7 @@ impl Tree {
                     );
                 }
             }
+            found.extend(self.coming_faults());
             return found;
         }
         let node = &self.arena.nodes[at as usize];

@@ -11,6 +11,9 @@
 //! could go on there. Pages that became free are collected and
 //! handed out by [`Tree::drain_freed`]; until then the tree still lists them as its own.
 //!
+//! A page that a load brings has its place from the start of the load, and requests that wait for the load are shown it there.
+//! So the place stays open for it: no insert fills it, and no other load brings a page to it.
+//!
 //! Here: lists, usable prefixes, holds, presence. `flow` moves pages in, between tiers and out.
 
 mod flow;
@@ -18,10 +21,11 @@ mod flow;
 use std::ops::Range;
 
 use crate::base::plant::{Plant, is_planted};
-use crate::base::{NodeId, PageId, Tier};
+use crate::base::{NodeId, OpId, PageId, Tier};
 use crate::key::PageHash;
 
 use super::node::{Arena, NIL, NO_PAGE, Node, ROOT, Run};
+use super::op::Place;
 use super::order::Orders;
 use super::{DeviceLock, Tree, TreeError};
 
@@ -331,6 +335,16 @@ impl Tree {
         end
     }
 
+    /// The place of a page of a run, as operations name it.
+    fn place(&self, c: Component, at: u32, page: usize) -> Place {
+        (c, self.arena.nodes[at as usize].run, page as u32)
+    }
+
+    /// What a load in flight brings to a place: the load, as a slot, and the device page. O(1).
+    fn coming(&self, c: Component, at: u32, page: usize) -> Option<(u32, PageId)> {
+        self.ops.coming(self.place(c, at, page))
+    }
+
     // ---- holds ----
 
     pub(super) fn hold(&mut self, c: Component, anchor: u32, range: Range<u32>, add: bool) {
@@ -468,7 +482,7 @@ impl Tree {
     }
 
     /// What a request at the end of `node` uses of a component on the device, in order: its last `min(depth, span)` pages.
-    /// Appended to `out`. For a state this is the slot to copy from before it is changed.
+    /// Appended to `out`. For a state this is the slot to copy from before it is changed. O(nodes above + pages).
     ///
     /// # Errors
     /// Unknown node, a component that is not configured, or pages that are not there.
@@ -476,6 +490,23 @@ impl Tree {
         &self,
         node: NodeId,
         c: Component,
+        out: &mut Vec<PageId>,
+    ) -> Result<(), TreeError> {
+        self.component_device_pages_with(node, c, &[], out)
+    }
+
+    /// [`component_device_pages`](Tree::component_device_pages) for a request that waits for `loads`: the pages that those
+    /// bring stand in their places from the start of the load. What other loads bring does not count: the request would
+    /// not know when it may read that. O(nodes above + pages x loads).
+    ///
+    /// # Errors
+    /// Unknown node, a component that is not configured, or pages that are neither there nor brought by one of `loads`;
+    /// then nothing is appended.
+    pub fn component_device_pages_with(
+        &self,
+        node: NodeId,
+        c: Component,
+        loads: &[OpId],
         out: &mut Vec<PageId>,
     ) -> Result<(), TreeError> {
         let at = self.slot(node)?;
@@ -486,7 +517,12 @@ impl Tree {
         let start = out.len();
         for (at, page, _) in self.positions(at, self.needed(c, depth)) {
             let run = &self.arena.runs[self.arena.nodes[at as usize].run as usize];
-            match run.component_page(c, Tier::Device, page) {
+            let there = run.component_page(c, Tier::Device, page);
+            let brought = || {
+                let (load, id) = self.coming(c, at, page)?;
+                loads.contains(&self.ops.get(load).id).then_some(id)
+            };
+            match there.or_else(brought) {
                 Some(id) => out.push(id),
                 None => {
                     out.truncate(start);
