@@ -51,7 +51,7 @@ impl Op {
 }
 
 /// Place of a component page: component, run, page in the run. An operation that names one locks its node, so the node may be
-/// split but not merged, and a split leaves run and page as they are.
+/// split but not merged (nodes under a lock are merged only where there are no components), and a split leaves run and page as they are.
 pub(super) type Place = (Component, u32, u32);
 
 /// Slots of operations.

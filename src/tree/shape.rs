@@ -133,7 +133,7 @@ impl Tree {
         if !self.merge || at == ROOT || up.kids != 1 {
             return;
         }
-        // Spans of components are held by node.
+        // Spans of components are held by node, and loads in flight name their places by run.
         if up.locks > 0 && self.has_components() {
             return;
         }
