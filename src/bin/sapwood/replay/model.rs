@@ -163,7 +163,7 @@ impl Model {
     ) -> Result<(), MemoryError> {
         let full = places.table.iter().enumerate().take(to).skip(from);
         let mut pages: Vec<_> = full.map(|(index, &page)| (PoolKind::Full, index, page)).collect();
-        if let Some(parts) = places.components.as_ref().filter(|parts| parts.complete) {
+        if let Some(parts) = &places.components {
             let shared = parts.window_from as usize..parts.own_window_from as usize;
             let last = shared.end.saturating_sub(1);
             pages.extend(shared.zip(&parts.window).map(|(index, &page)| (PoolKind::Window, index, page)));
