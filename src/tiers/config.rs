@@ -268,7 +268,8 @@ impl CoreConfig {
             Eviction::Lru => Policy::Lru,
             Eviction::Adaptive => {
                 let kept = if self.exclusive { device + host } else { device.max(host) };
-                Policy::Adaptive(AdaptiveConfig::new(kept, self.page_size))
+                let config = AdaptiveConfig::new(kept, self.page_size);
+                Policy::Adaptive(AdaptiveConfig { device_pages: device, ..config })
             }
         }
     }

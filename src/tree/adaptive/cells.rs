@@ -32,6 +32,9 @@ const MERGE_BELOW: u64 = 3;
 /// Steps that a leaf of an earlier use looks for its place among the oldest of its cell.
 const STEPS_MAX: usize = 16;
 
+/// Worth from which a leaf is held for somebody who has said so.
+pub(super) const HELD: f32 = f32::MAX / 4.0;
+
 /// Worth by list and bin of age.
 pub(super) type Gains = [[f32; BINS]; LISTS_ALL];
 
@@ -161,24 +164,16 @@ impl Cells {
         }
     }
 
-    /// The victim: the oldest leaf of the cell that is worth least, or just the oldest leaf. O(intervals).
-    pub(super) fn first(
-        &mut self,
-        marks: &mut [Mark],
-        now: u64,
-        gains: &Gains,
-        learned: bool,
-    ) -> Option<u32> {
+    /// The victim: the oldest leaf of the cell that is worth least, of those last used before `safe`. If there is none, the
+    /// least recently used leaf that nobody has asked to keep. O(intervals).
+    pub(super) fn first(&mut self, marks: &mut [Mark], now: u64, gains: &Gains, safe: u64) -> Option<u32> {
         if self.len == 0 {
             return None;
         }
         if now >= self.look_at {
             self.look(marks, now);
         }
-        if !learned && let Some(at) = self.oldest(marks) {
-            return Some(at);
-        }
-        let (mut least, mut found) = (f32::INFINITY, None);
+        let (mut least, mut found, mut fallback) = (f32::INFINITY, None, None);
         for interval in &self.intervals {
             let slot = usize::from(interval.slot);
             if self.full[slot] == 0 {
@@ -189,48 +184,36 @@ impl Cells {
                 self.dirty &= !(1 << slot);
             }
             let (worth, list) = self.best[slot];
-            if worth < least || found.is_none() {
+            if interval.start >= safe && is_ranked(worth) {
+                fallback = fallback.or(Some(interval));
+            } else if worth < least || found.is_none() {
                 (least, found) = (worth, Some((slot, list)));
             }
         }
-        found.map(|(slot, list)| self.queues[slot][usize::from(list)].oldest)
+        match fallback {
+            Some(interval) if least >= HELD => self.oldest(marks, interval, gains),
+            _ => found.map(|(slot, list)| self.queues[slot][usize::from(list)].oldest),
+        }
     }
 
-    /// The leaf that LRU would evict; `None` if all are expected back.
-    fn oldest(&self, marks: &[Mark]) -> Option<u32> {
-        for interval in &self.intervals {
-            let slot = usize::from(interval.slot);
-            let mut lists = self.full[slot] & !(1 << EXPECTED | 1 << KEPT);
-            let mut found: Option<u32> = None;
-            while lists != 0 {
-                let at = self.queues[slot][lists.trailing_zeros() as usize].oldest;
-                if found.is_none_or(|other| marks[at as usize].tick < marks[other as usize].tick) {
-                    found = Some(at);
-                }
-                lists &= lists - 1;
-            }
-            if found.is_some() {
-                return found;
-            }
-        }
-        None
+    /// The least recently used leaf of an interval that nobody has asked to keep. O(lists).
+    fn oldest(&self, marks: &[Mark], interval: &Interval, gains: &Gains) -> Option<u32> {
+        let (slot, bin) = (usize::from(interval.slot), usize::from(interval.bin));
+        let lists =
+            (0..LISTS_ALL).filter(|&list| self.full[slot] >> list & 1 == 1 && gains[list][bin] < HELD);
+        lists.map(|list| self.queues[slot][list].oldest).min_by_key(|&at| marks[at as usize].tick)
     }
 
     /// Shows cells from the least worth on, each leaf from the oldest on, until `show` says stop. For looking ahead;
     /// O(cells log cells + leaves shown).
-    pub(super) fn ahead(
-        &self,
-        marks: &[Mark],
-        gains: &Gains,
-        learned: bool,
-        mut show: impl FnMut(u32) -> bool,
-    ) {
+    pub(super) fn ahead(&self, marks: &[Mark], gains: &Gains, safe: u64, mut show: impl FnMut(u32) -> bool) {
         let mut cells: Vec<(f32, usize, u8)> = Vec::new();
         for (order, interval) in self.intervals.iter().enumerate() {
             for list in (0..LISTS_ALL as u8).filter(|l| self.full[usize::from(interval.slot)] >> l & 1 == 1) {
                 let worth = gains[usize::from(list)][usize::from(interval.bin)];
-                let worth = if learned || [EXPECTED, KEPT].contains(&list) { worth } else { 0.0 };
-                cells.push((worth, order, list));
+                // What is safe goes after the rest, by age alone.
+                let is_safe = interval.start >= safe && is_ranked(worth);
+                cells.push((if is_safe { HELD / 2.0 } else { worth }, order, list));
             }
         }
         cells.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)).then(a.2.cmp(&b.2)));
@@ -345,6 +328,11 @@ impl Cells {
     }
 }
 
+/// True for a worth that was learned, not told.
+fn is_ranked(worth: f32) -> bool {
+    (0.0..HELD).contains(&worth)
+}
+
 /// The list that is worth least among those that are not empty. O(lists that are not empty).
 fn best(mut full: u64, bin: usize, gains: &Gains) -> (f32, u8) {
     let mut least = (f32::INFINITY, 0);
@@ -392,7 +380,7 @@ mod tests {
                 put(&mut cells, &mut marks, at, (state >> 50) as u8 % 56, now, now);
                 want.insert((now, at));
             }
-            assert_eq!(cells.first(&mut marks, now, &gains, false), want.first().map(|w| w.1));
+            assert_eq!(cells.first(&mut marks, now, &gains, 0), want.first().map(|w| w.1));
             assert_eq!(cells.len(), want.len());
         }
         let mut seen = 0;
@@ -413,7 +401,7 @@ mod tests {
         // List 2 is worth less, and the more the older.
         let gains = rule(|list, bin| list as f32 + 1.0 / (bin + 1) as f32);
         let mut out = Vec::new();
-        while let Some(at) = cells.first(&mut marks, 100, &gains, true) {
+        while let Some(at) = cells.first(&mut marks, 100, &gains, u64::MAX) {
             out.push(at);
             cells.leave(&mut marks, at);
         }
@@ -431,12 +419,37 @@ mod tests {
         put(&mut cells, &mut marks, 0, EXPECTED, 1, 1);
         put(&mut cells, &mut marks, 1, 7, 50, 50);
         put(&mut cells, &mut marks, 2, FINISHED, 99, 99);
-        assert_eq!(cells.first(&mut marks, 100, &gains, true), Some(2));
-        assert_eq!(cells.first(&mut marks, 100, &gains, false), Some(1), "LRU only spares who is expected");
+        assert_eq!(cells.first(&mut marks, 100, &gains, u64::MAX), Some(2));
+        assert_eq!(cells.first(&mut marks, 100, &gains, 0), Some(2), "whatever is safe");
         cells.leave(&mut marks, 2);
-        assert_eq!(cells.first(&mut marks, 100, &gains, true), Some(1));
+        assert_eq!(cells.first(&mut marks, 100, &gains, u64::MAX), Some(1));
+        assert_eq!(
+            cells.first(&mut marks, 100, &gains, 20),
+            Some(1),
+            "what is safe goes before what is held"
+        );
         cells.leave(&mut marks, 1);
-        assert_eq!(cells.first(&mut marks, 100, &gains, false), Some(0));
+        assert_eq!(cells.first(&mut marks, 100, &gains, 0), Some(0));
+    }
+
+    #[test]
+    fn what_is_safe_is_spared_whatever_it_is_worth() {
+        let (mut cells, mut marks) = (cells(1), vec![Mark::default(); 8]);
+        for (at, list, tick) in [(0, 9, 10), (1, 7, 20), (2, 1, 60), (3, 2, 61), (4, 1, 62)] {
+            put(&mut cells, &mut marks, at, list, tick, tick);
+        }
+        let gains = rule(|list, _| list as f32);
+        let (mut out, mut shown) = (Vec::new(), Vec::new());
+        cells.ahead(&marks, &gains, 50, |at| {
+            shown.push(at);
+            true
+        });
+        while let Some(at) = cells.first(&mut marks, 100, &gains, 50) {
+            out.push(at);
+            cells.leave(&mut marks, at);
+        }
+        assert_eq!(out, [1, 0, 2, 3, 4], "by worth, then by age");
+        assert_eq!(shown, out);
     }
 
     #[test]
@@ -447,7 +460,7 @@ mod tests {
         }
         let gains = rule(|_, _| 1.0);
         let mut out = Vec::new();
-        while let Some(at) = cells.first(&mut marks, 50, &gains, true) {
+        while let Some(at) = cells.first(&mut marks, 50, &gains, u64::MAX) {
             out.push(at);
             cells.leave(&mut marks, at);
         }
@@ -467,7 +480,7 @@ mod tests {
             assert!(span <= age / 2 + 2, "{span} at age {age}");
         }
         let mut shown = Vec::new();
-        cells.ahead(&marks, &rule(|_, _| 1.0), false, |at| {
+        cells.ahead(&marks, &rule(|_, _| 1.0), 0, |at| {
             shown.push(at);
             shown.len() < 100
         });

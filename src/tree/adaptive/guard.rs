@@ -1,24 +1,31 @@
-//! Never much worse than LRU.
+//! Never much worse than LRU: how much of the memory the learned order rules.
 //!
-//! The learned order starts (without evidence it is LRU) and may lose a small allowance against the shadow before LRU
-//! takes over. It is tried again after a long wait, twice as long each time, because a change of order by itself costs
-//! hits: the memory is full of what the other order likes. And only if the uses that are followed speak for it: each, when
-//! it is answered, is asked whether it would have been a hit under either order, by the tables as they were before.
+//! The learned order chooses among what was not used lately; what LRU would hold in the rest of the memory is safe from it.
+//! Its share is a stake: what the **shadow** (LRU in the same memory) says it has gained so far and a small allowance, over
+//! what could be lost before the shadow shows it. So gains are let grow, losses shrink the stake until it is too small to
+//! lose much more, and there is nothing to switch over and no trial to wait for. (Gamblers call it a proportional
+//! stake: it never loses the last coin.) Before this there was a switch between both orders: it broke off good starts and
+//! never came back, five points of hits on the conversation trace at 2 M tokens.
+//!
+//! The constants were chosen on the first third of the two public traces and on the generated workloads.
 
-/// Hits, in pages, that the learned order may lose for good, as a share of what LRU would have hit.
+/// Hits that may be lost for good, as a share of LRU's.
 const ALLOWED_SHARE: f64 = 0.003;
-/// The same as a share of the capacity, so that a start is possible at all: some requests' worth.
+/// The same in capacities, so that a start is possible at all.
 const ALLOWED_START: f64 = 1.0 / 64.0;
-/// Most lead that is remembered, as a share of LRU's hits and of the capacity: yesterday's gain pays for no more.
+/// Most gain that is remembered, as a share of LRU's hits and in capacities: yesterday's gain pays for no more.
 const LEAD_SHARE_MAX: f64 = 0.01;
-/// Hits of followed uses, as a multiple of LRU's, from which a trial starts and below which one ends.
-const TRIED_START: f64 = 1.08;
-const TRIED_END: f64 = 1.01;
-/// Hits of followed uses, in capacities, before that says anything.
-const EVIDENCE: f64 = 0.5;
-/// Volume until the next trial after the first fall-back, in capacities; doubles each time.
-const WAIT_START: f64 = 64.0;
-const WAIT_MAX: f64 = 1024.0;
+const LEAD_MAX: f64 = 0.25;
+/// What could be lost if the whole memory were at stake, in capacities: at least so much; and a page of memory is hit as
+/// often as LRU's share of hits says while the memory is filled once. 1/32 to 1/2 are within noise of each other in hits;
+/// the larger, the tighter the guard.
+const AT_STAKE_MIN: f64 = 0.125;
+/// The same in hits of the size that an average hit page is part of: long documents are lost whole.
+const AT_STAKE_HITS: f64 = 4.0;
+/// What a request leaves of the memory of sizes.
+const FADE_SIZES: f64 = 0.999;
+/// A smaller stake is none.
+const STAKE_MIN: f64 = 1.0 / 64.0;
 
 #[derive(Clone, Debug)]
 pub(super) struct Guard {
@@ -27,94 +34,43 @@ pub(super) struct Guard {
     lru_hits: f64,
     /// Own hits minus LRU's, capped above.
     lead: f64,
-    learned: bool,
-    pub(super) switches: u32,
-    /// False: the learned order always rules, for measurements.
+    /// Hits by request, and their squares; fading.
+    sizes: (f64, f64),
+    /// False: everything is always at stake, for measurements.
     on: bool,
-    /// Hits of followed uses, fading: by gain, by age.
-    tried: (f64, f64),
-    /// Volume until the next trial.
-    wait: f64,
-    next_wait: f64,
 }
 
 impl Guard {
     pub(super) fn new(capacity_pages: u64, on: bool) -> Guard {
-        let capacity = capacity_pages as f64;
-        let next_wait = WAIT_START * capacity;
-        Guard {
-            capacity,
-            lru_hits: 0.0,
-            lead: 0.0,
-            learned: true,
-            switches: 0,
-            on,
-            tried: (0.0, 0.0),
-            wait: 0.0,
-            next_wait,
-        }
-    }
-
-    /// True while the learned order rules.
-    #[inline]
-    pub(super) fn learned(&self) -> bool {
-        self.learned
+        Guard { capacity: capacity_pages as f64, lru_hits: 0.0, lead: 0.0, sizes: (0.0, 0.0), on }
     }
 
     pub(super) fn lead_pages(&self) -> i64 {
         self.lead as i64
     }
 
-    /// Takes in hits. O(1).
+    /// Takes in the hits of a request. O(1).
     #[inline]
     pub(super) fn count(&mut self, own_pages: u64, lru_pages: u64) {
-        self.lru_hits += lru_pages as f64;
-        let most = LEAD_SHARE_MAX * self.lru_hits + 0.25 * self.capacity;
-        self.lead = (self.lead + own_pages as f64 - lru_pages as f64).min(most);
-        if self.learned && self.on && self.lead < -self.allowed() {
-            self.change(false);
-            self.wait = self.next_wait;
-            self.next_wait = (2.0 * self.next_wait).min(WAIT_MAX * self.capacity);
+        let (own, lru) = (own_pages as f64, lru_pages as f64);
+        self.lru_hits += lru;
+        let most = LEAD_SHARE_MAX * self.lru_hits + LEAD_MAX * self.capacity;
+        self.lead = (self.lead + own - lru).min(most);
+        let size = own.max(lru);
+        self.sizes = (self.sizes.0 * FADE_SIZES + size, self.sizes.1 * FADE_SIZES + size * size);
+    }
+
+    /// Share of the memory that the learned order rules, 0 to 1, after `now` pages of work. O(1).
+    pub(super) fn stake(&self, now: u64) -> f64 {
+        if !self.on {
+            return 1.0;
         }
-    }
-
-    /// A followed use was answered: pages hit by gain, and by age. O(1).
-    #[inline]
-    pub(super) fn tried(&mut self, by_gain: f64, by_age: f64) {
-        self.tried.0 += by_gain;
-        self.tried.1 += by_age;
-    }
-
-    /// Hits of followed uses as a multiple of what LRU would have hit of them; 1 before there are enough.
-    pub(super) fn advantage(&self) -> f64 {
-        let (by_gain, by_age) = self.tried;
-        if by_gain.max(by_age) < EVIDENCE * self.capacity { 1.0 } else { by_gain / by_age.max(1.0) }
-    }
-
-    /// Decides who rules, after so much volume. `fade` is what is left of old evidence. O(1).
-    pub(super) fn decide(&mut self, fade: f64, volume: u64) {
-        self.wait = (self.wait - volume as f64).max(0.0);
-        let known = self.tried.0.max(self.tried.1) >= EVIDENCE * self.capacity;
-        let advantage = self.advantage();
-        self.tried = (self.tried.0 * fade, self.tried.1 * fade);
-        if !self.on || !known {
-            return;
-        }
-        if self.learned && advantage < TRIED_END && self.lead <= 0.0 {
-            self.change(false);
-        } else if !self.learned && advantage > TRIED_START && self.wait == 0.0 && self.lead > -self.allowed()
-        {
-            self.change(true);
-        }
-    }
-
-    fn change(&mut self, learned: bool) {
-        self.learned = learned;
-        self.switches += 1;
-    }
-
-    fn allowed(&self) -> f64 {
-        ALLOWED_SHARE * self.lru_hits + ALLOWED_START * self.capacity
+        let left = self.lead + ALLOWED_SHARE * self.lru_hits + ALLOWED_START * self.capacity;
+        let hit_share = self.lru_hits / (now as f64).max(1.0);
+        let size = self.sizes.1 / self.sizes.0.max(1.0);
+        let at_stake = (self.capacity * AT_STAKE_MIN.max(hit_share)).max(AT_STAKE_HITS * size);
+        let stake = (left / at_stake.max(1.0)).clamp(0.0, 1.0);
+        if stake < STAKE_MIN { 0.0 } else { stake }
     }
 }
 
@@ -122,67 +78,66 @@ impl Guard {
 mod tests {
     use super::*;
 
-    fn promise(guard: &mut Guard, times: f64) {
-        guard.tried = (times * 1e4, 1e4);
-        guard.decide(1.0, 100);
+    /// Requests of 500 pages in 1,000 pages of memory, a tenth of them hits of LRU; `gain` of what is at stake is won at each.
+    fn play(guard: &mut Guard, requests: u64, gain: f64) -> f64 {
+        let mut sum = 0.0;
+        for k in 0..requests {
+            let won = 50.0 * gain * guard.stake(500 * (k + 1));
+            sum += won;
+            guard.count((50.0 + won) as u64, 50);
+        }
+        sum
     }
 
     #[test]
     fn the_loss_is_bounded() {
         let mut guard = Guard::new(1_000, true);
-        let (mut own, mut lru) = (0u64, 0u64);
-        for _ in 0..100_000 {
-            // The worst case: the followed uses promise much and nothing hits while the learned order rules.
-            promise(&mut guard, 2.0);
-            let hit = if guard.learned() { 0 } else { 50 };
-            guard.count(hit, 50);
-            (own, lru) = (own + hit, lru + 50);
-        }
-        let lost = (lru - own) as f64 / lru as f64;
-        assert!(lost < 0.004, "lost {lost}");
-        assert!(guard.switches > 4, "it tried again: {}", guard.switches);
+        // The worst case: all that is at stake is lost, every time.
+        let lost = -play(&mut guard, 10_000, -1.0) / (50.0 * 10_000.0);
+        assert!(lost < 0.005, "lost {lost}");
+        assert!(guard.stake(5_000_000) < 0.1);
     }
 
     #[test]
-    fn nothing_is_tried_again_without_a_reason() {
+    fn a_gain_grows_until_everything_is_at_stake() {
         let mut guard = Guard::new(1_000, true);
-        promise(&mut guard, 0.9);
-        assert!(!guard.learned(), "no lead and no promise");
-        promise(&mut guard, 1.05);
-        assert!(!guard.learned());
-        guard.tried = (100.0, 1.0);
-        guard.decide(1.0, 100);
-        assert!(!guard.learned(), "too little is known");
-        promise(&mut guard, 1.1);
-        assert!(guard.learned());
-        guard.count(60, 50);
-        promise(&mut guard, 0.9);
-        assert!(guard.learned(), "it leads, whatever the followed uses say");
-        assert_eq!(guard.switches, 2);
+        let start = guard.stake(0);
+        assert!(start > STAKE_MIN && start < 0.2, "{start}");
+        play(&mut guard, 200, 0.5);
+        assert_eq!(guard.stake(100_000), 1.0);
     }
 
     #[test]
-    fn an_old_lead_does_not_pay_for_long() {
+    fn after_a_loss_little_is_tried_and_a_better_time_is_found() {
         let mut guard = Guard::new(1_000, true);
-        promise(&mut guard, 2.0);
-        for _ in 0..10_000 {
-            guard.count(60, 50);
-        }
-        let mut lost = 0;
-        while guard.learned() {
-            guard.count(0, 50);
-            lost += 50;
-        }
-        assert!(lost < 9_000 && lost > 1_000, "{lost}");
+        play(&mut guard, 1_000, -1.0);
+        assert!(guard.stake(500_000) < 0.1);
+        play(&mut guard, 2_000, 0.5);
+        assert_eq!(guard.stake(1_500_000), 1.0);
+    }
+
+    #[test]
+    fn an_old_gain_does_not_pay_for_long() {
+        let mut guard = Guard::new(1_000, true);
+        play(&mut guard, 10_000, 0.5);
+        let lost = -play(&mut guard, 10_000, -1.0);
+        assert!(lost > 1_000.0 && lost < 11_000.0, "{lost}");
+    }
+
+    #[test]
+    fn the_larger_a_hit_the_smaller_the_stake() {
+        let of = |pages| {
+            let mut guard = Guard::new(1_000, true);
+            (0..4_000 / pages).for_each(|_| guard.count(pages, pages));
+            guard.stake(1_000_000)
+        };
+        assert!(of(400) < of(10) / 2.0);
     }
 
     #[test]
     fn off_means_off() {
         let mut guard = Guard::new(1_000, false);
-        for _ in 0..10_000 {
-            guard.count(0, 50);
-            promise(&mut guard, 0.5);
-        }
-        assert!(guard.learned());
+        play(&mut guard, 10_000, -1.0);
+        assert_eq!(guard.stake(1_000_000), 1.0);
     }
 }

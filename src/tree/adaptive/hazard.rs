@@ -25,15 +25,6 @@ pub(super) struct Hazards {
     used: [[f64; BINS]; CLASSES],
     exposed: [[f64; BINS]; CLASSES],
     gain: [[f64; BINS]; CLASSES],
-    /// Volume that the counts stand for, fading with them.
-    volume: f64,
-    capacity: f64,
-    /// By class and bin: the least gain up to there.
-    least: [[f64; BINS]; CLASSES],
-    /// The gain from which memory that is kept by gain is full; the bin, and the part of it, to which memory that is kept
-    /// by age is full.
-    price: f64,
-    by_age: (usize, f64),
     /// Pages of evidence that the prior is worth: for the shape that all classes share.
     prior_all: f64,
     /// The same for a class, against that shape.
@@ -46,18 +37,7 @@ impl Hazards {
         let zero = [[0.0; BINS]; CLASSES];
         // Priors of 1/4 to 4 times these are within noise on the traces.
         let (prior_all, prior_class) = (4.0 * capacity, capacity / 8.0);
-        let mut hazards = Hazards {
-            used: zero,
-            exposed: zero,
-            gain: zero,
-            volume: 0.0,
-            capacity,
-            least: zero,
-            price: 0.0,
-            by_age: (BINS, 0.0),
-            prior_all,
-            prior_class,
-        };
+        let mut hazards = Hazards { used: zero, exposed: zero, gain: zero, prior_all, prior_class };
         hazards.rebuild(ages);
         hazards
     }
@@ -81,70 +61,20 @@ impl Hazards {
         self.gain[class as usize][bin]
     }
 
-    /// Whether a use at this age of a leaf of this class would be a hit: if leaves were kept by gain, and if they were
-    /// kept by age, in the same memory. From the tables as they are before the use is counted.
-    #[inline]
-    pub(super) fn would_hit(&self, class: u8, bin: usize) -> (f64, f64) {
-        let (full, part) = self.by_age;
-        let by_age = match bin.cmp(&full) {
-            std::cmp::Ordering::Less => 1.0,
-            std::cmp::Ordering::Equal => part,
-            std::cmp::Ordering::Greater => 0.0,
-        };
-        let by_gain = if self.least[class as usize][bin] >= self.price { 1.0 } else { 0.0 };
-        (by_gain, by_age)
-    }
-
-    /// Lets old evidence count less. `volume` has passed since the last time.
-    pub(super) fn fade(&mut self, by: f64, volume: u64) {
+    /// Lets old evidence count less.
+    pub(super) fn fade(&mut self, by: f64) {
         for row in self.used.iter_mut().chain(&mut self.exposed) {
             row.iter_mut().for_each(|x| *x *= by);
         }
-        self.volume = (self.volume + volume as f64) * by;
     }
 
-    /// Works out the gains from the counts, and the advantage. O(classes x bins).
+    /// Works out the gains from the counts. O(classes x bins).
     pub(super) fn rebuild(&mut self, ages: Ages) {
         let shape = self.shape();
         let hazards: [[f64; BINS]; CLASSES] = std::array::from_fn(|class| self.class_hazard(class, &shape));
         for (gain, hazard) in self.gain.iter_mut().zip(&hazards) {
             *gain = gains(hazard, ages);
         }
-        self.find_price(ages);
-    }
-
-    /// The flow of pages through each cell says how many pages would lie in it if nothing were evicted. Both orders fill
-    /// the memory with cells, one by age, one by gain (a cell only after the younger ones of its class): up to which
-    /// age, and down to which gain?
-    fn find_price(&mut self, ages: Ages) {
-        if self.volume <= 0.0 {
-            return;
-        }
-        let mut cells = Vec::with_capacity(CLASSES * BINS);
-        let mut left = self.capacity;
-        self.by_age = (BINS, 0.0);
-        for bin in 0..BINS - 1 {
-            let width = (ages.edge(bin + 1) - ages.edge(bin)) as f64 / self.volume;
-            let mut together = 0.0;
-            for class in 0..CLASSES {
-                let before = if bin == 0 { f64::INFINITY } else { self.least[class][bin - 1] };
-                self.least[class][bin] = before.min(self.gain[class][bin]);
-                let pages = self.exposed[class][bin] * width;
-                together += pages;
-                cells.push((self.least[class][bin], pages));
-            }
-            if left > 0.0 && together > left {
-                self.by_age = (bin, left / together);
-            }
-            left -= together;
-        }
-        cells.sort_unstable_by(|a, b| b.0.total_cmp(&a.0));
-        let mut left = self.capacity;
-        let last = cells.iter().find(|cell| {
-            left -= cell.1;
-            left < 0.0
-        });
-        self.price = last.map_or(0.0, |cell| cell.0);
     }
 
     /// Hazard by age of all classes together.
@@ -225,7 +155,7 @@ mod tests {
                 hazards.passed(class as u8, bin, passed.into());
             }
         }
-        hazards.fade(1.0, 1_000_000);
+        hazards.fade(1.0);
         hazards.rebuild(ages);
         hazards
     }
@@ -246,20 +176,6 @@ mod tests {
         for bin in 0..BINS - 1 {
             assert!(hazards.gain(7, bin) > 10.0 * hazards.gain(0, bin));
         }
-    }
-
-    #[test]
-    fn memory_is_filled_by_age_or_by_gain() {
-        let told = learned(|class, _| if class == 7 { (300_000, 700_000) } else { (1_000, 999_000) });
-        let hits = |f: fn((f64, f64)) -> f64| {
-            let of = |class| (0..BINS).map(|bin| f(told.would_hit(class, bin))).sum::<f64>();
-            (of(0), of(7))
-        };
-        let (by_gain, by_age) = (hits(|h| h.0), hits(|h| h.1));
-        assert_eq!(by_age.0, by_age.1, "age knows no classes");
-        assert!(by_gain.1 > by_age.1 && by_gain.0 < by_age.0, "{by_gain:?} {by_age:?}");
-        let none = Hazards::new(CAPACITY, Ages::new(CAPACITY));
-        assert_eq!(none.would_hit(3, 9), (1.0, 1.0));
     }
 
     #[test]

@@ -14,7 +14,7 @@
 //! | `cells` | the order of one tier: leaves by class, cost and age |
 //! | `ghosts` | evicted nodes |
 //! | `shadow` | what LRU would hold in the same memory |
-//! | `guard` | falls back to LRU when the shadow is ahead |
+//! | `guard` | how much of the memory the learned order rules: what it gained over the shadow decides |
 //! | `age` | bins of age, in volume of work |
 //!
 //! **Cost.** Only leaves are ordered, so only leaves are scored, when they enter an order; a look-up, a touch or a lock of the
@@ -70,23 +70,31 @@ pub struct AdaptiveConfig {
     /// (inclusive) or of both (exclusive). Ages are seen on this scale, and LRU in this much memory is what is never
     /// lost against.
     pub capacity_pages: u64,
+    /// Pages of the device alone.
+    pub device_pages: u64,
     /// Most evicted nodes remembered. Enough is a few times the nodes that the memory holds.
     pub ghosts_max: usize,
     /// Depth, in pages, at which a page costs twice as much to compute again as at the root, because attention looks
     /// back over all of it. What is maximised is work saved. 0: all pages cost the same, hits are maximised.
     pub cost_knee_pages: u32,
-    /// False: no fall-back to LRU.
+    /// False: the learned order rules everything always.
     pub guard: bool,
     /// Bit `i` silences signal `i` of [`SIGNAL_NAMES`], for ablations. 0 in service.
     pub silenced: u16,
 }
 
 impl AdaptiveConfig {
-    /// The defaults for `capacity_pages` of memory.
+    /// The defaults for `capacity_pages` of memory on one tier.
     #[must_use]
     pub fn new(capacity_pages: u64, page_tokens: u32) -> AdaptiveConfig {
-        let cost_knee_pages = (KNEE_TOKENS / page_tokens.max(1)).max(1);
-        AdaptiveConfig { capacity_pages, ghosts_max: 1 << 16, cost_knee_pages, guard: true, silenced: 0 }
+        AdaptiveConfig {
+            capacity_pages,
+            device_pages: capacity_pages,
+            ghosts_max: 1 << 16,
+            cost_knee_pages: (KNEE_TOKENS / page_tokens.max(1)).max(1),
+            guard: true,
+            silenced: 0,
+        }
     }
 }
 
@@ -113,18 +121,14 @@ pub struct AdaptiveStats {
     pub samples: usize,
     /// One in 2^k uses is a sample.
     pub sample_stage: u32,
-    /// True while the learned order rules, false while LRU does.
-    pub learned: bool,
-    /// Changes between the two.
-    pub switches: u32,
+    /// Share of the memory that the learned order rules, 0 to 1; in the rest LRU does.
+    pub stake: f64,
     /// Pages hit more than LRU would have, capped above; see `guard`.
     pub lead_pages: i64,
     /// Pages hit so far, on any tier.
     pub hit_pages: u64,
     /// Pages that LRU would have hit in the same memory.
     pub lru_hit_pages: u64,
-    /// Of the followed uses that came back: hits by this order as a multiple of hits by LRU.
-    pub advantage: f64,
     /// Spread of the weights of each signal of [`SIGNAL_NAMES`]: how much it tells.
     pub spreads: [f32; SIGNALS],
     /// Gain of a fresh page of the least and of the most promising class, in uses per million pages of volume.
@@ -151,9 +155,11 @@ pub(super) struct Adaptive {
     uses: u64,
     next_rebuild: u64,
     rebuilt_uses: u64,
-    rebuilt_at: u64,
     /// When samples are looked at next.
     look_at: u64,
+    stake: f64,
+    /// By tier: what was used from here on is safe from the learned order.
+    safe: [u64; 2],
     hit_pages: u64,
     lru_hit_pages: u64,
     /// Share of a leaf that is used when it is not used whole.
@@ -184,8 +190,9 @@ impl Adaptive {
             uses: 0,
             next_rebuild: REBUILD_MIN,
             rebuilt_uses: 0,
-            rebuilt_at: 0,
             look_at: 0,
+            stake: 0.0,
+            safe: [0; 2],
             hit_pages: 0,
             lru_hit_pages: 0,
             part: 0.5,
@@ -300,10 +307,21 @@ impl Adaptive {
         if now >= self.look_at {
             self.look_at = now + self.ages.quantum();
             self.teach(now);
+            self.stake(now);
         }
         if self.uses >= self.next_rebuild {
-            self.rebuild(now);
+            self.rebuild();
         }
+    }
+
+    /// What is safe from the learned order by now.
+    fn stake(&mut self, now: u64) {
+        self.stake = self.guard.stake(now);
+        let AdaptiveConfig { capacity_pages, device_pages, .. } = self.config;
+        self.safe = [device_pages, capacity_pages].map(|pages| {
+            let safe = pages as f64 * (1.0 - self.stake);
+            self.shadow.newest(safe as u64)
+        });
     }
 
     /// A touch or the release of a lock moves a node's last use from one time to a later one. O(1), O(log) where that is
@@ -420,12 +438,14 @@ impl Adaptive {
 
     /// The next victim of a tier. O(1): at most 64 steps.
     pub(super) fn first(&mut self, tier: Tier, now: u64) -> Option<u32> {
-        self.tiers[index(tier)].first(&mut self.marks, now, &self.gains, self.guard.learned())
+        let tier = index(tier);
+        self.tiers[tier].first(&mut self.marks, now, &self.gains, self.safe[tier])
     }
 
     /// Shows the leaves of a tier in the order in which they would go, until `show` says stop.
     pub(super) fn ahead(&self, tier: Tier, show: impl FnMut(u32) -> bool) {
-        self.tiers[index(tier)].ahead(&self.marks, &self.gains, self.guard.learned(), show);
+        let tier = index(tier);
+        self.tiers[tier].ahead(&self.marks, &self.gains, self.safe[tier], show);
     }
 
     /// Leaves of a tier, each with whether it stands where its mark says: for `sanity`.
@@ -470,8 +490,6 @@ impl Adaptive {
         let pages = ((pages as f32 * part) as u32).max(1);
         let bin = self.ages.bin(now.saturating_sub(tick));
         let times = f64::from(pages) * self.times();
-        let (by_gain, by_age) = self.hazards.would_hit(class, bin);
-        self.guard.tried(by_gain * times, by_age * times);
         // Bins of its octave that it passed, and lessons that were due but not given yet.
         for passed in first_bin(octave.into())..bin {
             self.hazards.passed(class, passed, times);
@@ -497,18 +515,15 @@ impl Adaptive {
         f64::from(1u32 << self.samples.stage())
     }
 
-    fn rebuild(&mut self, now: u64) {
+    fn rebuild(&mut self) {
         let rounds = (self.uses - self.rebuilt_uses).div_ceil(64);
         let (mut fade, mut fade_scores) = (1.0, 1.0);
         (0..rounds).for_each(|_| (fade, fade_scores) = (fade * FADE, fade_scores * FADE_SCORES));
         self.rebuilt_uses = self.uses;
         self.next_rebuild = self.uses + (self.uses / 32).clamp(REBUILD_MIN, REBUILD_MAX);
-        let volume = now - self.rebuilt_at;
-        self.rebuilt_at = now;
-        self.hazards.fade(fade, volume);
+        self.hazards.fade(fade);
         self.scorer.rebuild(fade as f32, fade_scores as f32);
         self.hazards.rebuild(self.ages);
-        self.guard.decide(fade, volume);
         self.weigh();
     }
 
@@ -543,12 +558,10 @@ impl Adaptive {
             ghosts: self.ghosts.len(),
             samples: self.samples.len(),
             sample_stage: self.samples.stage(),
-            learned: self.guard.learned(),
-            switches: self.guard.switches,
+            stake: self.stake,
             lead_pages: self.guard.lead_pages(),
             hit_pages: self.hit_pages,
             lru_hit_pages: self.lru_hit_pages,
-            advantage: self.guard.advantage(),
             spreads: self.scorer.spreads(),
             gain_fresh: (fresh(0), fresh(CLASSES as u8 - 1)),
         }

@@ -119,17 +119,14 @@ pub(crate) fn run(
 pub(crate) fn say(s: &AdaptiveStats) -> String {
     let told = SIGNAL_NAMES.iter().zip(s.spreads).map(|(name, spread)| format!("{name} {spread:.1}"));
     format!(
-        "{} leaves, {} ghosts, {} samples (1 in {}), {} after {} switches, hits {} against {} of LRU, advantage {:.2}, \
-         fresh gain {:.1} to {:.1}, spread: {}",
+        "{} leaves, {} ghosts, {} samples (1 in {}), stake {:.2}, hits {} against {} of LRU, fresh gain {:.1} to {:.1}, spread: {}",
         s.leaves[0],
         s.ghosts,
         s.samples,
         1 << s.sample_stage,
-        if s.learned { "learned" } else { "lru" },
-        s.switches,
+        s.stake,
         s.hit_pages,
         s.lru_hit_pages,
-        s.advantage,
         s.gain_fresh.0,
         s.gain_fresh.1,
         told.collect::<Vec<_>>().join(", ")
