@@ -23,6 +23,7 @@ use crate::tiers::{
     PageCounts, Prefetch, PrefetchPolicy, PrefetchState, Rates, RequestComponents, RequestId, Stats,
     StoreConfig, WritePolicy,
 };
+use crate::tree::adaptive::AdaptiveStats;
 use crate::tree::{Component, SessionId};
 
 pub use tiers::TierError;
@@ -533,6 +534,13 @@ impl PrefixCache {
     #[must_use]
     pub fn stats(&self) -> &Stats {
         self.core.stats()
+    }
+
+    /// What the order of eviction that learns says of itself: how much of the memory it rules, what it hit, and what LRU would
+    /// have hit in the same memory. `None` under another order. O(ghosts + weights).
+    #[must_use]
+    pub fn eviction_stats(&self) -> Option<AdaptiveStats> {
+        self.core.eviction_stats()
     }
 
     /// Bytes moved, per direction.

@@ -20,6 +20,7 @@ use crate::base::slab::Slab;
 use crate::base::{Digest, Fence, NamespaceId, OpId, PageId, Tier, Time, Violation};
 use crate::key::{Namespace, NamespaceError};
 use crate::pool::{Capacity, Extent, PagePool, PoolError, extents_of};
+use crate::tree::adaptive::AdaptiveStats;
 use crate::tree::{DeviceEviction, InsertOut, Tree, TreeError};
 
 /// Why a call failed. The request keeps what it held before the call, except where a variant says otherwise.
@@ -322,6 +323,12 @@ impl Core {
     #[must_use]
     pub fn stats(&self) -> &Stats {
         &self.stats
+    }
+
+    /// What the order that learns says of itself; `None` under another. O(ghosts + weights).
+    #[must_use]
+    pub fn eviction_stats(&self) -> Option<AdaptiveStats> {
+        self.tree.adaptive_stats()
     }
 
     /// The tree, read-only.

@@ -122,6 +122,7 @@ impl Tree {
         let all = self.arena.nodes[at as usize].pages;
         if all > pages {
             self.split(at, all - pages);
+            self.orders.cut(at);
         }
     }
 

@@ -501,6 +501,13 @@ impl Orders {
         adaptive.enter(tier, at, &leaf(&arena.nodes[at as usize]), self.tick);
     }
 
+    /// A node was cut off its parent to be evicted by itself.
+    pub(super) fn cut(&mut self, at: u32) {
+        if let Some(adaptive) = &mut self.adaptive {
+            adaptive.cut(at);
+        }
+    }
+
     /// Time passes by so many pages, where time is volume.
     pub(super) fn pass(&mut self, pages: u32) {
         if self.adaptive.is_some() {
@@ -514,7 +521,7 @@ impl Orders {
         self.leave(arena, at);
         if let Some(adaptive) = self.adaptive.as_mut().filter(|_| evicted) {
             let node = &arena.nodes[at as usize];
-            adaptive.evicted(at, node.tick, node.pages);
+            adaptive.evicted(at, (node.parent != ROOT).then_some(node.parent), node.tick, node.pages);
         }
         if self.has_components {
             self.forget_components(at);

@@ -174,9 +174,28 @@ impl Cells {
             self.look(marks, now);
         }
         let (mut least, mut found, mut fallback) = (f32::INFINITY, None, None);
-        for interval in &self.intervals {
+        for (order, interval) in self.intervals.iter().enumerate() {
             let slot = usize::from(interval.slot);
             if self.full[slot] == 0 {
+                continue;
+            }
+            let end = self.intervals.get(order + 1).map_or(u64::MAX, |next| next.start);
+            if interval.start < safe && safe < end {
+                // Partly safe; it may be long. What is safe of it is found by the leaves themselves.
+                let mut lists = self.full[slot];
+                while lists != 0 {
+                    let list = lists.trailing_zeros() as u8;
+                    lists &= lists - 1;
+                    let worth = gains[usize::from(list)][usize::from(interval.bin)];
+                    let oldest = self.queues[slot][usize::from(list)].oldest;
+                    if worth >= least && found.is_some() {
+                        fallback = fallback.or(Some(interval).filter(|_| is_ranked(worth)));
+                    } else if is_ranked(worth) && marks[oldest as usize].tick >= safe {
+                        fallback = fallback.or(Some(interval));
+                    } else {
+                        (least, found) = (worth, Some(oldest));
+                    }
+                }
                 continue;
             }
             if self.dirty >> slot & 1 == 1 {
@@ -187,12 +206,12 @@ impl Cells {
             if interval.start >= safe && is_ranked(worth) {
                 fallback = fallback.or(Some(interval));
             } else if worth < least || found.is_none() {
-                (least, found) = (worth, Some((slot, list)));
+                (least, found) = (worth, Some(self.queues[slot][usize::from(list)].oldest));
             }
         }
         match fallback {
             Some(interval) if least >= HELD => self.oldest(marks, interval, gains),
-            _ => found.map(|(slot, list)| self.queues[slot][usize::from(list)].oldest),
+            _ => found,
         }
     }
 
@@ -450,6 +469,25 @@ mod tests {
         }
         assert_eq!(out, [1, 0, 2, 3, 4], "by worth, then by age");
         assert_eq!(shown, out);
+    }
+
+    #[test]
+    fn of_a_long_interval_only_what_is_older_goes() {
+        let (mut cells, mut marks) = (cells(1), vec![Mark::default(); 64]);
+        // So long ago that these uses share intervals.
+        (0..32).for_each(|at| put(&mut cells, &mut marks, at, (at % 4) as u8, u64::from(at), 31));
+        put(&mut cells, &mut marks, 32, 9, 4_000, 4_000);
+        assert!(cells.intervals.len() < 6);
+        let gains = rule(|list, _| 60.0 - list as f32);
+        let mut out = Vec::new();
+        while let Some(at) = cells.first(&mut marks, 4_000, &gains, 16) {
+            out.push(at);
+            cells.leave(&mut marks, at);
+        }
+        let (old, new) = out.split_at(16);
+        assert!(old.iter().all(|&at| at < 16), "what is not safe goes first: {out:?}");
+        assert_eq!(old[0], 3, "that which is worth least");
+        assert!(new.is_sorted(), "then by age: {out:?}");
     }
 
     #[test]

@@ -60,7 +60,8 @@ impl Ghosts {
     /// grows.
     #[inline]
     pub(super) fn bury(&mut self, name: u64, ghost: Ghost) {
-        if self.written >= self.pairs.len() && self.pairs.len() < self.pairs_max {
+        // Three in one pair lose one: a pair for two entries would lose one in twelve.
+        if 2 * self.written >= self.pairs.len() && self.pairs.len() < self.pairs_max {
             self.grow();
         }
         self.written += 1;
@@ -83,9 +84,15 @@ impl Ghosts {
     /// Takes the ghost of that name out. O(1).
     #[inline]
     pub(super) fn dig(&mut self, name: u64) -> Option<Ghost> {
+        self.dig_if(name, |_| true)
+    }
+
+    /// The same if it is as it is wanted.
+    #[inline]
+    pub(super) fn dig_if(&mut self, name: u64, wanted: impl Fn(&Ghost) -> bool) -> Option<Ghost> {
         let (at, rest) = split(name);
         let mask = self.pairs.len().checked_sub(1)?;
-        let found = self.pairs[at & mask].0.iter_mut().find(|g| g.rest == rest)?;
+        let found = self.pairs[at & mask].0.iter_mut().find(|g| g.rest == rest && wanted(g))?;
         Some(std::mem::replace(found, Ghost::NONE))
     }
 

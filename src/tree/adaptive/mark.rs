@@ -1,4 +1,4 @@
-//! What is kept of a node, beside the tree's own: 48 bytes, of leaves and of the deepest node of a match only.
+//! What is kept of a node, beside the tree's own: 64 bytes, of leaves and of the deepest node of a match only.
 
 use super::ghosts::NO_SAMPLE;
 
@@ -15,6 +15,8 @@ pub(super) struct Mark {
     /// Name of its first page at its depth, and of its last page (0: unknown).
     pub(super) start: u64,
     pub(super) end: u32,
+    /// Name of the end that was cut off and evicted; 0: none.
+    pub(super) tail: u64,
     /// Its use among the samples.
     pub(super) sample: u32,
     /// Mean volume between uses that ended here.
@@ -37,12 +39,16 @@ pub(super) struct Mark {
     pub(super) answer: u8,
     /// `list` is that of its latest use.
     pub(super) filed: bool,
+    /// Its latest use is counted, and drawn as a sample or not.
+    pub(super) counted: bool,
     /// Nobody has matched it: what goes on from it is the same request.
     pub(super) fresh: bool,
     /// Hint: the session is over.
     pub(super) finished: bool,
     /// It stands in an order.
     pub(super) standing: bool,
+    /// It was cut off what lies above it to be evicted.
+    pub(super) cut: bool,
 }
 
 impl Default for Mark {
@@ -53,6 +59,7 @@ impl Default for Mark {
             tick: 0,
             start: 0,
             end: 0,
+            tail: 0,
             sample: NO_SAMPLE,
             mean_gap: 0,
             base: 0,
@@ -64,11 +71,13 @@ impl Default for Mark {
             family: 0,
             answer: 0,
             filed: false,
+            counted: false,
             fresh: false,
             finished: false,
             standing: false,
+            cut: false,
         }
     }
 }
 
-const _: () = assert!(size_of::<Mark>() <= 56);
+const _: () = assert!(size_of::<Mark>() <= 64);

@@ -58,6 +58,8 @@ const REBUILD_MAX: u64 = 512;
 /// weights.
 const FADE: f64 = 0.995;
 const FADE_SCORES: f64 = 0.9;
+/// Requests that run and are in the middle of a ghost.
+const CARRIED_MAX: usize = 256;
 
 /// Where attention doubles the cost of a token in a model of 8 B parameters with 32 layers of 4,096: 1.6e10 FLOP against
 /// 524,288 per position before it.
@@ -90,7 +92,7 @@ impl AdaptiveConfig {
         AdaptiveConfig {
             capacity_pages,
             device_pages: capacity_pages,
-            ghosts_max: 1 << 16,
+            ghosts_max: 1 << 17,
             cost_knee_pages: (KNEE_TOKENS / page_tokens.max(1)).max(1),
             guard: true,
             silenced: 0,
@@ -135,6 +137,17 @@ pub struct AdaptiveStats {
     pub gain_fresh: (f32, f32),
 }
 
+/// A ghost that a request has come upon and not yet gone through: its chunks are shorter.
+#[derive(Clone, Copy, Debug)]
+struct Carried {
+    /// The newest chunk of the request.
+    at: u32,
+    ghost: Ghost,
+    /// Pages of it that the request has, and how many of them LRU held.
+    passed: u32,
+    lru: u32,
+}
+
 /// The order. See the module. Nodes are named by their slots; times are ticks of the tree.
 #[derive(Clone, Debug)]
 pub(super) struct Adaptive {
@@ -146,6 +159,8 @@ pub(super) struct Adaptive {
     shadow: Shadow,
     guard: Guard,
     ghosts: Ghosts,
+    /// Of the requests that run.
+    carried: Vec<Carried>,
     marks: Vec<Mark>,
     tiers: [Cells; 2],
     gains: Box<Gains>,
@@ -181,6 +196,7 @@ impl Adaptive {
             shadow: Shadow::new(config.capacity_pages),
             guard: Guard::new(config.capacity_pages, config.guard),
             ghosts: Ghosts::new(config.ghosts_max),
+            carried: Vec::new(),
             marks: Vec::new(),
             tiers: [cells.clone(), cells],
             gains: Box::new([[0.0; age::BINS]; cells::LISTS_ALL]),
@@ -211,7 +227,7 @@ impl Adaptive {
         }
         let first = name(0);
         let up = parent.map_or(Mark::default(), |p| self.marks[p as usize]);
-        let (known, past) = self.revive(leaf, first, &name);
+        let (known, past) = self.revive(at, parent, leaf, first, &name);
         let new_pages = (leaf.pages - known).min(u16::MAX.into()) as u16;
         let mut mark = Mark {
             start: place(first, leaf.depth),
@@ -228,7 +244,7 @@ impl Adaptive {
             mark.turn = past.turn.saturating_add(1);
             mark.mean_gap = mean_gap(past.mean_gap, past.uses, leaf.tick.saturating_sub(past.tick));
         }
-        if parent.is_some() {
+        if let Some(parent) = parent {
             // What goes on from a node that nobody has matched is the same request in chunks.
             let turn = if up.fresh { up.turn } else { up.turn.saturating_add(1) };
             mark.turn = mark.turn.max(turn);
@@ -236,36 +252,93 @@ impl Adaptive {
                 mark.new_pages = up.new_pages.saturating_add(new_pages);
                 mark.base = up.base;
                 mark.answer = up.answer;
+                mark.counted = up.counted;
+                mark.sample = std::mem::replace(&mut self.marks[parent as usize].sample, NO_SAMPLE);
+                if up.uses >= mark.uses {
+                    (mark.uses, mark.mean_gap) = (up.uses, up.mean_gap);
+                }
             }
         }
         self.marks[at as usize] = mark;
         self.shadow.add(leaf.tick, leaf.pages);
     }
 
-    /// Digs up what was evicted of a new node: pages known, and the past of its first part.
-    fn revive(&mut self, leaf: &Leaf, first: u64, name: &impl Fn(u32) -> u64) -> (u32, Option<Ghost>) {
-        let (mut known, mut past, mut lru) = (0, None, 0u64);
+    /// Digs up what was evicted of a new node: pages known, and the past of its first part. A ghost that is longer than the
+    /// node is carried on to the next chunk of the request.
+    fn revive(
+        &mut self,
+        at: u32,
+        parent: Option<u32>,
+        leaf: &Leaf,
+        first: u64,
+        name: &impl Fn(u32) -> u64,
+    ) -> (u32, Option<Ghost>) {
+        let (mut known, mut past) = (0, None);
+        let mut carried = parent.and_then(|parent| self.take_carried(parent));
         while known < leaf.pages {
-            let page = if known == 0 { first } else { name(known) };
-            let Some(ghost) = self.ghosts.dig(place(page, leaf.depth + known)) else { break };
-            let left = leaf.pages - known;
-            let whole =
-                ghost.pages <= left && (ghost.end == 0 || name(known + ghost.pages - 1) as u32 == ghost.end);
-            let pages =
-                if whole { ghost.pages } else { ((ghost.pages as f32 * self.part) as u32).clamp(1, left) };
-            lru += u64::from(self.shadow.take(ghost.tick, pages));
-            self.answer(ghost.sample, leaf.tick, pages as f32 / ghost.pages.max(1) as f32);
-            past = past.or(Some(ghost));
+            let mut on = match carried.take() {
+                Some(carried) => Carried { at, ..carried },
+                None => {
+                    let page = if known == 0 { first } else { name(known) };
+                    let Some(ghost) = self.ghosts.dig(place(page, leaf.depth + known)) else { break };
+                    past = past.or(Some(ghost));
+                    Carried { at, ghost, passed: 0, lru: 0 }
+                }
+            };
+            let pages = (on.ghost.pages - on.passed).min(leaf.pages - known);
+            on.lru += self.shadow.take(on.ghost.tick, pages);
+            on.passed += pages;
             known += pages;
-            if !whole {
+            if on.passed < on.ghost.pages {
+                self.carried.push(on);
+            } else if on.ghost.end == 0 || name(known - 1) as u32 == on.ghost.end {
+                self.returned(&on, on.passed, leaf.tick);
+            } else {
+                known -= on.passed.min(known) - self.returned_in_part(&on, leaf.tick).min(known);
                 break;
             }
         }
-        if lru > 0 {
-            self.lru_hit_pages += lru;
-            self.guard.count(0, lru);
-        }
         (known, past)
+    }
+
+    /// So many pages of what was evicted are back, of those that the request went through.
+    fn returned(&mut self, on: &Carried, pages: u32, now: u64) {
+        let lru = u64::from(on.lru) * u64::from(pages) / u64::from(on.passed.max(1));
+        self.lru_hit_pages += lru;
+        self.guard.count(0, lru);
+        self.answer(on.ghost.sample, now, pages as f32 / on.ghost.pages.max(1) as f32);
+    }
+
+    /// The start of what was evicted is back, nobody knows how much of it. Returns how many pages are supposed.
+    fn returned_in_part(&mut self, on: &Carried, now: u64) -> u32 {
+        let pages = ((on.ghost.pages as f32 * self.part) as u32).clamp(1, on.passed.max(1));
+        self.returned(on, pages, now);
+        pages
+    }
+
+    fn take_carried(&mut self, at: u32) -> Option<Carried> {
+        let found = self.carried.iter().position(|c| c.at == at)?;
+        Some(self.carried.swap_remove(found))
+    }
+
+    /// The node's request goes on no further.
+    fn drop_carried(&mut self, at: u32, now: u64) {
+        if let Some(on) = self.take_carried(at) {
+            self.returned_in_part(&on, now);
+        }
+    }
+
+    /// The same for all requests that are over: their last chunk is a leaf that can go.
+    fn drop_all_carried(&mut self, now: u64) {
+        let mut next = 0;
+        while let Some(&on) = self.carried.get(next) {
+            if self.marks[on.at as usize].standing || next >= CARRIED_MAX {
+                self.carried.swap_remove(next);
+                self.returned_in_part(&on, now);
+            } else {
+                next += 1;
+            }
+        }
     }
 
     /// A request's look-up used a node: the last use was at `tick`. Returns the pages that LRU would have hit. O(1).
@@ -280,8 +353,7 @@ impl Adaptive {
     #[inline]
     pub(super) fn answered(&mut self, at: u32, now: u64) {
         let mark = &mut self.marks[at as usize];
-        mark.filed = false;
-        mark.finished = false;
+        (mark.filed, mark.counted, mark.finished) = (false, false, false);
         let sample = std::mem::replace(&mut mark.sample, NO_SAMPLE);
         if sample != NO_SAMPLE {
             self.answer(sample, now, 1.0);
@@ -300,6 +372,7 @@ impl Adaptive {
 
     /// A look-up is over: pages that it hit, and that LRU would have hit. O(1); lessons are amortised.
     pub(super) fn request(&mut self, now: u64, own_pages: u32, lru_pages: u32) {
+        self.drop_all_carried(now);
         self.shadow.settle();
         self.hit_pages += u64::from(own_pages);
         self.lru_hit_pages += u64::from(lru_pages);
@@ -338,7 +411,7 @@ impl Adaptive {
             self.marks.resize(prefix as usize + 1, Mark::default());
         }
         let old = &mut self.marks[suffix as usize];
-        let upper = Mark { end: end as u32, expected: 0, standing: false, ..*old };
+        let upper = Mark { end: end as u32, expected: 0, standing: false, cut: false, tail: 0, ..*old };
         // The use goes with the part that is used or stays.
         old.sample = NO_SAMPLE;
         old.start = place(name, suffix_depth);
@@ -352,17 +425,25 @@ impl Adaptive {
         if let Some(sample) = self.samples.get(self.marks[prefix as usize].sample) {
             sample.pages = ((sample.pages as f32 * part) as u32).max(1);
         }
-        self.marks[suffix as usize].filed = false;
+        let rest = &mut self.marks[suffix as usize];
+        (rest.filed, rest.counted) = (false, false);
     }
 
     /// `upper` and `lower` have become `lower`; they were used last at these ticks. O(1).
     pub(super) fn merged(&mut self, upper: u32, lower: u32, pages: u32, ticks: (u64, u64)) {
+        self.drop_carried(upper, ticks.1);
         let up = self.marks[upper as usize];
-        self.samples.close(up.sample);
         let low = &mut self.marks[lower as usize];
+        if low.sample == NO_SAMPLE {
+            low.sample = up.sample;
+        } else {
+            self.samples.close(up.sample);
+        }
         low.start = up.start;
         low.turn = low.turn.max(up.turn);
-        low.uses = low.uses.max(up.uses);
+        if up.uses > low.uses {
+            (low.uses, low.mean_gap) = (up.uses, up.mean_gap);
+        }
         low.expected = low.expected.max(up.expected);
         self.shadow.shift(ticks, pages);
     }
@@ -372,11 +453,26 @@ impl Adaptive {
         a.abs_diff(b) < self.ages.quantum()
     }
 
-    /// A node is gone from all tiers. It is in no order. O(1).
-    pub(super) fn evicted(&mut self, at: u32, tick: u64, pages: u32) {
-        let Mark { start, end, sample, mean_gap, uses, turn, .. } = self.marks[at as usize];
+    /// The node was cut off what lies above it, to be evicted by itself. O(1).
+    pub(super) fn cut(&mut self, at: u32) {
+        self.marks[at as usize].cut = true;
+    }
+
+    /// A node is gone from all tiers. It is in no order. Of what is evicted piece by piece there is one ghost. O(1).
+    pub(super) fn evicted(&mut self, at: u32, parent: Option<u32>, tick: u64, pages: u32) {
+        self.drop_carried(at, tick);
+        let Mark { start, end, tail, cut, sample, mean_gap, uses, turn, .. } = self.marks[at as usize];
         if start != 0 {
-            self.ghosts.bury(start, Ghost { tick, end, pages, sample, mean_gap, uses, turn, ..Ghost::NONE });
+            let mut ghost = Ghost { tick, end, pages, sample, mean_gap, uses, turn, ..Ghost::NONE };
+            if tail != 0
+                && let Some(more) = self.ghosts.dig_if(tail, |more| more.tick == tick)
+            {
+                (ghost.pages, ghost.end) = (pages.saturating_add(more.pages), more.end);
+            }
+            self.ghosts.bury(start, ghost);
+            if let Some(parent) = parent.filter(|_| cut) {
+                self.marks[parent as usize].tail = start;
+            }
         }
         self.marks[at as usize] = Mark::default();
     }
@@ -431,7 +527,10 @@ impl Adaptive {
     /// Takes a leaf out of the order of a tier, if it stands in it. O(1).
     #[inline]
     pub(super) fn leave(&mut self, tier: Tier, at: u32) {
-        if std::mem::replace(&mut self.marks[at as usize].standing, false) {
+        let mark = &mut self.marks[at as usize];
+        // The chunks of a request that runs enter one by one, before they are locked; it is the whole that counts.
+        mark.filed &= !mark.fresh;
+        if std::mem::replace(&mut mark.standing, false) {
             self.tiers[index(tier)].leave(&mut self.marks, at);
         }
     }
@@ -469,9 +568,9 @@ impl Adaptive {
         if let Some(sample) = self.samples.get(sample) {
             // More is known of the use than when it began.
             if sample.octave == 0 {
-                (sample.class, sample.signals) = (class, signals);
+                (sample.class, sample.signals, sample.pages) = (class, signals, leaf.pages);
             }
-        } else {
+        } else if !std::mem::replace(&mut mark.counted, true) {
             self.uses += 1;
             if self.samples.wants() {
                 let age = now.saturating_sub(leaf.tick);

@@ -194,6 +194,11 @@ fn report(args: &Args, input: &Input, scheduler: &Scheduler<'_>) -> Report {
         call_us: scheduler.calls.quantiles(),
         digest: format!("{:016x}", cache.digest()),
         rank_digests: scheduler.calls.ranks().iter().map(|c| format!("{:016x}", c.digest())).collect(),
+        order: cache.eviction_stats().map(|s| report::Order {
+            stake: s.stake,
+            hit_pages: s.hit_pages,
+            lru_hit_pages: s.lru_hit_pages,
+        }),
         oracle_hit_tokens: args.oracle.then(oracle),
         oracle_is_exact: args.oracle_is_exact(),
         skipped_lines: input.skipped_lines as u64,

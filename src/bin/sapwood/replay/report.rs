@@ -86,6 +86,8 @@ pub(crate) struct Report {
     pub(crate) digest: String,
     /// Of each rank; they must be equal.
     pub(crate) rank_digests: Vec<String>,
+    /// What the order that learns says of itself.
+    pub(crate) order: Option<Order>,
     /// What an unlimited cache would hit (`--oracle`).
     pub(crate) oracle_hit_tokens: Option<u64>,
     /// The oracle's assumptions held: its count and `hit_tokens` must be equal.
@@ -95,6 +97,17 @@ pub(crate) struct Report {
     pub(crate) virtual_s: f64,
     pub(crate) wall_s: f64,
     pub(crate) peak_rss_bytes: u64,
+}
+
+/// The order of eviction that learns.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Order {
+    /// Share of the memory that it rules, 0 to 1.
+    pub(crate) stake: f64,
+    /// Pages that it hit, on any tier.
+    pub(crate) hit_pages: u64,
+    /// Pages that LRU would have hit in the same memory.
+    pub(crate) lru_hit_pages: u64,
 }
 
 impl Report {
@@ -171,6 +184,15 @@ impl Report {
             grouped(self.evicted_pages.device),
             grouped(self.evicted_pages.host)
         )?;
+        if let Some(order) = self.order {
+            writeln!(
+                out,
+                "order          rules {:.0} % of the memory, pages hit {}, LRU would have {}",
+                100.0 * order.stake,
+                grouped(order.hit_pages),
+                grouped(order.lru_hit_pages)
+            )?;
+        }
         self.print_counts(out, "tokens dropped", &self.dropped_tokens)?;
         self.print_counts(out, "refusals", &self.refusals)?;
         writeln!(
@@ -300,6 +322,7 @@ pub(crate) mod tests {
             )]),
             digest: "00ff".to_owned(),
             rank_digests: vec!["00ff".to_owned()],
+            order: Some(Order { stake: 0.25, hit_pages: 30, lru_hit_pages: 20 }),
             oracle_hit_tokens: Some(600),
             oracle_is_exact: true,
             skipped_lines: 0,
@@ -369,6 +392,8 @@ pub(crate) mod tests {
             "/call_us/match/max",
             "/digest",
             "/rank_digests",
+            "/order/stake",
+            "/order/lru_hit_pages",
             "/wall_s",
             "/peak_rss_bytes",
         ] {
