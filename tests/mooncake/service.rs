@@ -17,8 +17,14 @@ pub(crate) struct Service {
     pub(crate) client: Option<Child>,
     client_port: u16,
     segment: String,
+    advised: bool,
     folder: PathBuf,
 }
+
+/// How `docs/MOONCAKE.md` advises to start the real client: a second thread for its calls, and its C library told to copy
+/// past the caches what is at least so large.
+const THREADS: &str = "--threads=2";
+const TUNABLES: &str = "glibc.cpu.x86_non_temporal_threshold=0x10000";
 
 /// A port that nobody listens on. Somebody else may take it before the service does; then the service does not
 /// start and the caller tries another.
@@ -66,19 +72,24 @@ fn stop(child: &mut Child) {
 impl Service {
     /// Starts both, or says that they are not here.
     pub(crate) fn start(segment: &str) -> Option<Service> {
+        Service::start_as(segment, false)
+    }
+
+    /// Starts both, the real client as it comes or as we advise.
+    pub(crate) fn start_as(segment: &str, advised: bool) -> Option<Service> {
         let Some(folder) = folder() else {
             crate::kit::skip("mooncake_master and mooncake_client (set SAPWOOD_MOONCAKE to their folder)");
             return None;
         };
         for _ in 0..5 {
-            if let Some(service) = Service::try_start(&folder, segment) {
+            if let Some(service) = Service::try_start(&folder, segment, advised) {
                 return Some(service);
             }
         }
         panic!("mooncake does not start from {}", folder.display());
     }
 
-    fn try_start(folder: &std::path::Path, segment: &str) -> Option<Service> {
+    fn try_start(folder: &std::path::Path, segment: &str, advised: bool) -> Option<Service> {
         let (master_port, metrics_port, client_port) = (free_port(), free_port(), free_port());
         let mut master = Command::new(folder.join("mooncake_master"))
             .args(["--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"])
@@ -100,6 +111,7 @@ impl Service {
             client: None,
             client_port,
             segment: segment.to_owned(),
+            advised,
             folder: folder.to_owned(),
         };
         service.start_client().then_some(service)
@@ -107,7 +119,11 @@ impl Service {
 
     /// Starts the real client, again after [`Service::kill_client`].
     pub(crate) fn start_client(&mut self) -> bool {
-        let mut client = Command::new(self.folder.join("mooncake_client"))
+        let mut client = Command::new(self.folder.join("mooncake_client"));
+        if self.advised {
+            client.arg(THREADS).env("GLIBC_TUNABLES", TUNABLES);
+        }
+        let mut client = client
             .args(["--host=127.0.0.1", "--metadata_server=P2PHANDSHAKE", "--protocol=tcp"])
             .arg(format!("--port={}", self.client_port))
             .arg(format!("--master_server_address=127.0.0.1:{}", self.master_port))

@@ -358,7 +358,7 @@ fn pattern_of(namespace: &NamespaceDigest) -> String {
 /// What a code of the pool means for an item.
 fn outcome_of_code(code: i32) -> Outcome {
     match code {
-        wire::code::MISSING => Outcome::Missing,
+        wire::code::MISSING | wire::code::NOT_READY => Outcome::Missing,
         wire::code::NO_SPACE => Outcome::NoSpace,
         wire::code::LEASED => Outcome::Busy,
         wire::code::INVALID => Outcome::AddressLost,

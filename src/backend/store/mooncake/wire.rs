@@ -114,6 +114,8 @@ pub(super) const UNMAP: Function = Function::new(
 pub(super) mod code {
     pub(in super::super) const NO_SPACE: i32 = -200;
     pub(in super::super) const INVALID: i32 = -600;
+    /// Somebody is writing the object.
+    pub(in super::super) const NOT_READY: i32 = -703;
     pub(in super::super) const MISSING: i32 = -704;
     pub(in super::super) const EXISTS: i32 = -705;
     pub(in super::super) const LEASED: i32 = -706;
