@@ -49,9 +49,10 @@ fn objects_outlive_the_engine() {
 #[test]
 fn a_killed_real_client_corrupts_nothing_and_is_found_again() {
     let _alone = alone();
-    let Some(mut service) = Service::start("256 MB") else { return };
+    // Several calls a batch, and both connections of a lane at work when it ends.
+    let Some(mut service) = Service::start_as("256 MB", true) else { return };
     let store = open(&service);
-    let arenas: Vec<_> = (0..4).map(|_| Arena::new(&store, 8 * MIB)).collect();
+    let arenas: Vec<_> = (0..4).map(|_| Arena::new(&store, 16 * MIB)).collect();
     let (stop, epoch) = (AtomicBool::new(false), store.epoch());
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0_u64..)
@@ -88,14 +89,14 @@ fn a_killed_real_client_corrupts_nothing_and_is_found_again() {
 fn work(store: &MooncakeStore, a: &Arena, first: u64, stop: &AtomicBool) -> u64 {
     let (mut n, mut refused) = (first, 0);
     while !stop.load(Ordering::Acquire) {
-        n += 2;
-        (0..2).for_each(|i| a.fill(n + i, i as usize * MIB, MIB));
-        let puts: Vec<_> = (0..2).map(|i| a.item(n + i, i as usize * MIB, MIB)).collect();
+        n += 8;
+        (0..8).for_each(|i| a.fill(n + i, i as usize * MIB, MIB));
+        let puts: Vec<_> = (0..8).map(|i| a.item(n + i, i as usize * MIB, MIB)).collect();
         let put = store.put(&puts, &call());
-        let gets: Vec<_> = (0..2).map(|i| a.item(n + i, (4 + i as usize) * MIB, MIB)).collect();
-        for ((i, got), put) in (0..2).zip(store.get(&gets, &call())).zip(put) {
+        let gets: Vec<_> = (0..8).map(|i| a.item(n + i, (8 + i as usize) * MIB, MIB)).collect();
+        for ((i, got), put) in (0..8).zip(store.get(&gets, &call())).zip(put) {
             match got {
-                Outcome::Ok(MIB) => assert!(a.holds(n + i, (4 + i as usize) * MIB, MIB), "object {}", n + i),
+                Outcome::Ok(MIB) => assert!(a.holds(n + i, (8 + i as usize) * MIB, MIB), "object {}", n + i),
                 Outcome::Missing | Outcome::Transport(_) | Outcome::AddressLost => refused += 1,
                 other => panic!("{other:?}"),
             }

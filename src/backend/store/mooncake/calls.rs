@@ -14,6 +14,9 @@ use crate::backend::store::sealed::outcome_of;
 /// Bytes of one call to the service: enough to hide the round trip, little enough that the checksums of the next
 /// call fit beside it.
 const BYTES_PER_CALL: usize = 8 << 20;
+/// Bytes of the first and of the last call of a batch. While the first is prepared and the last is looked at, nothing is
+/// copied.
+const BYTES_PER_OUTER_CALL: usize = 2 << 20;
 /// Keys of one call that moves no payload.
 const KEYS_PER_CALL: usize = 1024;
 
@@ -258,7 +261,11 @@ impl Service<'_> {
         }
         let mut stopped = None;
         let run = self.on_lane(call, true, |lane| {
-            let mut calls = cuts(objects).enumerate();
+            let object_bytes = objects.iter().map(|(_, memory)| memory.len()).collect();
+            let mut calls = cuts(object_bytes).enumerate().peekable();
+            if calls.peek().is_some_and(|(_, first)| first.len() < objects.len()) {
+                self.session.widen(lane);
+            }
             let mut ahead = std::collections::VecDeque::with_capacity(CALLS_AHEAD);
             loop {
                 while ahead.len() < CALLS_AHEAD && stopped.is_none() {
@@ -281,12 +288,12 @@ impl Service<'_> {
                         }
                     };
                     let request = finish(lane, addresses(function, &objects[range.clone()], &headers));
-                    let number = lane.conn.send(request)?;
-                    ahead.push_back((number, range, headers));
+                    let number = lane.conn_of(index).send(request)?;
+                    ahead.push_back((index, number, range, headers));
                 }
-                let Some((number, range, headers)) = ahead.pop_front() else { return Ok(()) };
-                let body = lane.conn.receive(number, None)?;
-                // The next answer is on its way already; what is read here costs it nothing.
+                let Some((index, number, range, headers)) = ahead.pop_front() else { return Ok(()) };
+                let body = lane.conn_of(index).receive(number, None)?;
+                // The next answers are on their way already; what is read here costs them nothing.
                 out.extend(outcomes(&body, &objects[range], &headers)?);
             }
         });
@@ -328,19 +335,46 @@ fn check((item, memory): &Object<'_>, header: &HeldSpans) -> Outcome {
     Outcome::Ok(memory.len())
 }
 
-/// Cuts a batch into calls of at most so many objects and, but for single objects, so many bytes.
-fn cuts<'a>(objects: &'a [Object<'_>]) -> impl Iterator<Item = Range<usize>> + 'a {
+/// Cuts a batch into calls of at most so many objects and, but for single objects, so many bytes: small at both ends.
+fn cuts(object_bytes: Vec<usize>) -> impl Iterator<Item = Range<usize>> {
+    let mut left = object_bytes.iter().copied().fold(0, usize::saturating_add);
+    let mut most = BYTES_PER_OUTER_CALL;
     let mut first = 0;
     std::iter::from_fn(move || {
+        let room = (left / 2).clamp(BYTES_PER_OUTER_CALL, most);
         let (start, mut end, mut bytes) = (first, first, 0_usize);
-        while end < objects.len() && end - start < ITEMS_PER_CALL {
-            bytes = bytes.saturating_add(objects[end].1.len());
-            if end > start && bytes > BYTES_PER_CALL {
+        while end < object_bytes.len() && end - start < ITEMS_PER_CALL {
+            let more = bytes.saturating_add(object_bytes[end]);
+            if end > start && more > room {
                 break;
             }
-            end += 1;
+            (bytes, end) = (more, end + 1);
         }
         first = end;
+        left = left.saturating_sub(bytes);
+        most = (2 * most).min(BYTES_PER_CALL);
         (end > start).then_some(start..end)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_calls_of_a_batch_are_small_at_both_ends_and_leave_nothing_out() {
+        let calls = |bytes: Vec<usize>| -> Vec<usize> {
+            let mut next = 0;
+            let lens = cuts(bytes).map(|call| {
+                assert_eq!(call.start, std::mem::replace(&mut next, call.end));
+                call.len()
+            });
+            lens.collect()
+        };
+        assert_eq!(calls(vec![1 << 20; 64]), [2, 4, 8, 8, 8, 8, 8, 8, 5, 2, 2, 1]);
+        assert_eq!(calls(vec![64 << 10; 200]), [32, 64, 52, 32, 20]);
+        assert_eq!(calls(vec![4096; 130]), [64, 64, 2]);
+        assert_eq!(calls(vec![0, 32 << 20, 0, usize::MAX, usize::MAX, 1]), [1, 1, 1, 1, 1, 1]);
+        assert!(calls(vec![]).is_empty());
+    }
 }

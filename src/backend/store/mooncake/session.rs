@@ -19,8 +19,8 @@ use crate::backend::store::{Health, Outcome, Span, TransportCause};
 
 /// Objects of one call to the service.
 pub(super) const ITEMS_PER_CALL: usize = 64;
-/// Calls of a lane under way at a time.
-pub(super) const CALLS_AHEAD: usize = 2;
+/// Calls of a lane under way at a time: one on each connection, and one whose answer is being looked at.
+pub(super) const CALLS_AHEAD: usize = 3;
 const SLOTS_PER_LANE: usize = ITEMS_PER_CALL * CALLS_AHEAD;
 
 /// Where the session stands.
@@ -41,14 +41,27 @@ struct State {
     doubted: bool,
 }
 
-/// A connection and the header slots that go with it. One call of the store at a time holds it.
+/// Connections and the header slots that go with them. One call of the store at a time holds it.
 #[derive(Debug)]
 pub(super) struct Lane {
     pub(super) conn: Conn,
+    /// Made by [`Session::widen`]. The real client runs the calls of one connection one after the other, and between
+    /// two of them it talks to the master while nothing is copied.
+    second: Option<Conn>,
     pub(super) epoch: u64,
     pub(super) client: ClientId,
     slots: usize,
     peer: Arc<Peer>,
+}
+
+impl Lane {
+    /// The connection that carries a batch's call number `index`.
+    pub(super) fn conn_of(&mut self, index: usize) -> &mut Conn {
+        match &mut self.second {
+            Some(second) if !index.is_multiple_of(2) => second,
+            _ => &mut self.conn,
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -295,12 +308,20 @@ impl Session {
             (state.epoch, state.client, Arc::clone(&state.peer))
         };
         match Conn::dial(self.config.client, self.config.connect_wait_max) {
-            Ok(conn) => Ok(Lane { conn, epoch, client, slots, peer }),
+            Ok(conn) => Ok(Lane { conn, second: None, epoch, client, slots, peer }),
             Err(error) => {
                 self.free_slots(slots);
                 self.lose(epoch, error);
                 Err(Outcome::Transport(error.cause()))
             }
+        }
+    }
+
+    /// Gives a lane its second connection. Without one it does its calls in turn; if the real client is lost, the
+    /// first connection tells.
+    pub(super) fn widen(&self, lane: &mut Lane) {
+        if lane.second.is_none() {
+            lane.second = Conn::dial(self.config.client, self.config.connect_wait_max).ok();
         }
     }
 
@@ -315,7 +336,7 @@ impl Session {
         self.lane_free.notify_one();
     }
 
-    /// Ends a lane that owes an answer nobody waits for. Its connection ends with it, and the answer.
+    /// Ends a lane that owes an answer nobody waits for. Its connections end with it, and the answer.
     pub(super) fn drop_lane(&self, lane: Lane) {
         self.free_slots(lane.slots);
     }
@@ -325,7 +346,7 @@ impl Session {
         self.lane_free.notify_one();
     }
 
-    /// Ends a lane whose connection failed. If bytes were being moved, returns only when nobody moves them any
+    /// Ends a lane of which a connection failed. If bytes were being moved, returns only when nobody moves them any
     /// more: the process at the other end has ended, or it has let go of our segments, which it does only when no
     /// transfer is using them.
     pub(super) fn give_up_lane(&self, lane: Lane, error: CallError, moving: bool) {
