@@ -246,21 +246,25 @@ impl Tree {
 
     /// Lists the nodes without a host copy, and worth one, among the first `within_pages` pages of the device order: what will have to
     /// be written when room is made, so that it can be written before. Nodes with a backup in flight are not listed.
-    /// Returns when the last used node of that range was used, for [`reclaim_mirrors`](Tree::reclaim_mirrors). Under a heap
-    /// policy nothing is known ahead and nothing is listed; under the adaptive one only leaves are, and 0 is returned. O(nodes
-    /// in that range).
-    pub fn unbacked_ahead(&self, within_pages: u32, out: &mut Vec<NodeId>) -> u64 {
+    /// Returns what [`reclaim_mirrors`](Tree::reclaim_mirrors) needs to spare that range: when its last used node was used.
+    /// Under a heap policy nothing is known ahead, nothing is listed and 0 is returned; under the adaptive one only leaves are
+    /// listed, and the tree remembers them. O(nodes in that range).
+    pub fn unbacked_ahead(&mut self, within_pages: u32, out: &mut Vec<NodeId>) -> u64 {
         let (mut left, mut used) = (within_pages, 0);
         if let Some(adaptive) = &self.orders.adaptive {
+            let mut ahead = std::mem::take(&mut self.ahead);
+            ahead.clear();
             adaptive.ahead(Tier::Device, |at| {
                 let node = &self.arena.nodes[at as usize];
+                ahead.push(self.arena.id(at));
                 if node.host == Residency::Absent && self.reports(node, Unbacked::Report) {
                     out.push(self.arena.id(at));
                 }
                 left = left.saturating_sub(node.pages);
                 left > 0
             });
-            return 0;
+            self.ahead = ahead;
+            return 1;
         }
         for listed in DEVICE_ORDERS {
             let mut at = self.orders.lists[listed as usize].oldest;
@@ -327,8 +331,11 @@ impl Tree {
     }
 
     /// Frees up to `want_pages` host pages of nodes that are on the device too: the most recently used go first, since
-    /// they will leave the device last, and only such as were used after tick `used_after` go at all. Under `BackedUpParent` only where no child holds or awaits a host copy; never where one is pinned or in
-    /// flight. The pages are appended to `out`. Components stay on the host, in orders of their own. O(nodes freed).
+    /// they will leave the device last, and only such as were used after tick `used_after` go at all (under the adaptive policy,
+    /// where it is not 0: such as were not in the range that [`unbacked_ahead`](Tree::unbacked_ahead) was asked about last).
+    /// Under `BackedUpParent` only where no child holds or awaits a host copy; never where one is pinned or in flight. The
+    /// pages are appended to `out`. Components stay on the host, in orders of their own. O(nodes freed), and those of that
+    /// range.
     pub fn reclaim_mirrors(
         &mut self,
         want_pages: u32,
@@ -336,6 +343,7 @@ impl Tree {
         out: &mut Vec<PageId>,
     ) -> HostEviction {
         self.tick();
+        let spared = if used_after > 0 { self.set_ahead_aside() } else { Vec::new() };
         let mut done = HostEviction::default();
         while done.freed_pages < want_pages
             && let Some(mut at) = self.orders.latest_mirror(&self.arena)
@@ -350,6 +358,22 @@ impl Tree {
             done.freed_pages += self.arena.nodes[at as usize].pages;
             self.drop_host(at, out);
         }
+        spared.into_iter().for_each(|at| self.orders.refresh(&mut self.arena, self.rule, at));
         done
+    }
+
+    /// Takes the mirrors of what is next to leave the device out of their order, where the order of eviction is not that of
+    /// use. They were written for that, and the latest use is no sign that they stay.
+    fn set_ahead_aside(&mut self) -> Vec<u32> {
+        let mut aside = Vec::new();
+        for i in 0..self.ahead.len() {
+            if let Ok(at) = self.slot(self.ahead[i])
+                && self.arena.nodes[at as usize].mirrored
+            {
+                self.orders.remove_mirror(&mut self.arena, at);
+                aside.push(at);
+            }
+        }
+        aside
     }
 }

@@ -213,6 +213,7 @@ impl Tree {
             self.orders.touch(&mut self.arena, at);
         }
         let new_pages = whole - matched;
+        self.orders.published(last);
         self.orders.pass(new_pages);
         Inserted { node: self.arena.id(last), matched_pages, revived_pages, new_pages, due }
     }

@@ -90,6 +90,8 @@ pub struct Tree {
     freed: ComponentPages,
     with_events: bool,
     events: Vec<TreeEvent>,
+    /// What the adaptive order was asked about last, to be spared by `reclaim_mirrors`.
+    ahead: Vec<NodeId>,
     /// Path of the walk in progress; kept for its memory.
     path: Vec<u32>,
     /// Hashes of the insert in progress; kept for its memory.
@@ -133,6 +135,7 @@ impl Tree {
             freed: ComponentPages::default(),
             with_events: config.events,
             events: Vec::new(),
+            ahead: Vec::new(),
             path: Vec::new(),
             hashed: Vec::new(),
         })

@@ -471,6 +471,9 @@ impl Orders {
     pub(super) fn matched(&mut self, arena: &mut Arena, path: &[u32], pages: u32) {
         if let Some(adaptive) = &mut self.adaptive {
             let (now, mut lru_pages, mut last) = (self.tick, 0, None);
+            if path.last().is_some_and(|&at| adaptive.repeats(at)) {
+                return path.iter().rev().for_each(|&at| self.touch(arena, at));
+            }
             for &at in path {
                 let node = &arena.nodes[at as usize];
                 lru_pages += adaptive.used(node.tick, now, node.pages);
@@ -499,6 +502,13 @@ impl Orders {
         adaptive.leave(tier, at);
         adaptive.hint(at, hint, self.tick);
         adaptive.enter(tier, at, &leaf(&arena.nodes[at as usize]), self.tick);
+    }
+
+    /// An insert brought nothing new: it ended in this node.
+    pub(super) fn published(&mut self, at: u32) {
+        if let Some(adaptive) = self.adaptive.as_mut().filter(|_| at != ROOT) {
+            adaptive.published(at);
+        }
     }
 
     /// A node was cut off its parent to be evicted by itself.

@@ -821,6 +821,49 @@ fn adaptive(guard: bool) -> Policy {
     Policy::Adaptive(adaptive::AdaptiveConfig { guard, ..adaptive::AdaptiveConfig::new(40, 2) })
 }
 
+/// A scheduler asks again and again until a request can run. With every question counted, two and a half times the hits
+/// there were taught the order that everything comes back at once.
+#[test]
+fn a_request_that_asks_until_it_can_run_is_one_use() {
+    let mut rig = Rig::new(TreeConfig { policy: adaptive(true), ..config(2) }, 40, 0);
+    let hits = |rig: &Rig| rig.tree.adaptive_stats().map(|s| (s.hit_pages, s.lru_hit_pages)).unwrap();
+    let (text, longer) = (row("abcdef"), row("abcdefgh"));
+    rig.insert(key(&text)).unwrap();
+    for asked in 1..5 {
+        rig.tree.match_prefix(key(&longer), &mut Vec::new());
+        assert_eq!(hits(&rig), (6, 6), "asked {asked} times");
+    }
+    rig.insert(key(&longer)).unwrap();
+    rig.tree.match_prefix(key(&longer), &mut Vec::new());
+    assert_eq!(hits(&rig), (14, 14), "it has run, so this is another one");
+    rig.insert(key(&longer)).unwrap();
+    rig.tree.match_prefix(key(&longer), &mut Vec::new());
+    assert_eq!(hits(&rig), (22, 22), "it brought nothing new, but it has run");
+    rig.check();
+}
+
+/// Copies of what is next to leave were written for that: they are given up last, however recent their use.
+#[test]
+fn copies_written_ahead_are_spared_under_the_order_that_learns() {
+    let mut rig = Rig::new(TreeConfig { policy: adaptive(true), ..config(2) }, 40, 40);
+    let nodes = ["ab", "cd", "ef"].map(|text| rig.insert(key(&row(text))).unwrap().node);
+    nodes.iter().for_each(|&node| rig.backup(node));
+    let mut none = Vec::new();
+    let ahead = rig.tree.unbacked_ahead(2, &mut none);
+    assert!(ahead > 0 && none.is_empty(), "the first two pages are of the oldest, which has a copy");
+    let mut freed = Vec::new();
+    rig.tree.reclaim_mirrors(40, ahead, &mut freed);
+    rig.free_host(&freed);
+    assert_eq!(freed.len(), 4, "all but those");
+    rig.check();
+    let gone = rig.evict(2);
+    assert_eq!((gone.demoted_pages, gone.deleted_pages), (2, 0));
+    freed.clear();
+    rig.tree.reclaim_mirrors(40, 0, &mut freed);
+    assert!(freed.is_empty(), "it lies on the host only now");
+    rig.check();
+}
+
 #[test]
 fn random_histories_stay_sound() {
     for seed in seeds() {

@@ -43,6 +43,8 @@ pub(super) struct Mark {
     pub(super) counted: bool,
     /// Nobody has matched it: what goes on from it is the same request.
     pub(super) fresh: bool,
+    /// A look-up ended here, and nothing was published from here since: another one is the same request, asking again.
+    pub(super) looked_up: bool,
     /// Hint: the session is over.
     pub(super) finished: bool,
     /// It stands in an order.
@@ -73,6 +75,7 @@ impl Default for Mark {
             filed: false,
             counted: false,
             fresh: false,
+            looked_up: false,
             finished: false,
             standing: false,
             cut: false,

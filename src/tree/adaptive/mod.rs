@@ -245,6 +245,7 @@ impl Adaptive {
             mark.mean_gap = mean_gap(past.mean_gap, past.uses, leaf.tick.saturating_sub(past.tick));
         }
         if let Some(parent) = parent {
+            self.published(parent);
             // What goes on from a node that nobody has matched is the same request in chunks.
             let turn = if up.fresh { up.turn } else { up.turn.saturating_add(1) };
             mark.turn = mark.turn.max(turn);
@@ -360,11 +361,23 @@ impl Adaptive {
         }
     }
 
+    /// True if a look-up that ends here repeats one that has led to nothing yet: a scheduler asks until a request can run.
+    #[inline]
+    pub(super) fn repeats(&self, at: u32) -> bool {
+        self.marks[at as usize].looked_up
+    }
+
+    /// A request has published what it computed from the end of this node on, or up to it.
+    #[inline]
+    pub(super) fn published(&mut self, at: u32) {
+        self.marks[at as usize].looked_up = false;
+    }
+
     /// A look-up ended in this node; before that it was used at `tick`. O(1).
     #[inline]
     pub(super) fn ended(&mut self, at: u32, tick: u64, now: u64) {
         let mark = &mut self.marks[at as usize];
-        mark.fresh = false;
+        (mark.fresh, mark.looked_up) = (false, true);
         mark.expected = mark.expected.saturating_sub(1);
         mark.mean_gap = mean_gap(mark.mean_gap, mark.uses, now.saturating_sub(tick));
         mark.uses = mark.uses.saturating_add(1);
@@ -411,7 +424,15 @@ impl Adaptive {
             self.marks.resize(prefix as usize + 1, Mark::default());
         }
         let old = &mut self.marks[suffix as usize];
-        let upper = Mark { end: end as u32, expected: 0, standing: false, cut: false, tail: 0, ..*old };
+        let upper = Mark {
+            end: end as u32,
+            expected: 0,
+            standing: false,
+            cut: false,
+            tail: 0,
+            looked_up: false,
+            ..*old
+        };
         // The use goes with the part that is used or stays.
         old.sample = NO_SAMPLE;
         old.start = place(name, suffix_depth);

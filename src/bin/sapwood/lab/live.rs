@@ -60,7 +60,7 @@ impl Cache {
         let (found, mut lock, _) = self.tree.match_and_lock(key(tokens), &mut self.pages);
         let mut have = found.device_pages;
         let all = tokens.len() as u32;
-        while have < all {
+        let node = loop {
             let need = chunk.min(all - have);
             let short = need.saturating_sub(self.pool.free_pages());
             if short > 0 {
@@ -77,8 +77,11 @@ impl Cache {
                 .expect("the look-up was of this tree");
             lock = self.tree.move_lock(lock, inserted.node).map_err(|(error, _)| error).expect("just made");
             have += need;
-        }
-        let node = self.tree.peek(key(tokens)).node;
+            // A prompt that is there as a whole is published, too: that is what a request does when it ends.
+            if have == all {
+                break inserted.node;
+            }
+        };
         if output_tokens > 0 {
             self.tree.hint(node, Hint::Answered(output_tokens)).expect("just made");
         }
