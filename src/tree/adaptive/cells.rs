@@ -70,6 +70,10 @@ pub(super) struct Cells {
     /// When intervals are looked at next.
     look_at: u64,
     len: usize,
+    /// Leaves that are finished.
+    finished: usize,
+    /// So many of the oldest intervals are empty, at least.
+    empty: usize,
 }
 
 impl Cells {
@@ -84,6 +88,8 @@ impl Cells {
             best: [(0.0, 0); SLOTS],
             look_at: 0,
             len: 0,
+            finished: 0,
+            empty: 0,
         }
     }
 
@@ -105,9 +111,13 @@ impl Cells {
         let slot = self.slot_to_enter(marks, tick);
         let queue = self.queues[slot][usize::from(list)];
         self.len += 1;
+        self.finished += usize::from(list == FINISHED);
         if queue.oldest == NIL {
             self.queues[slot][usize::from(list)] = Queue { oldest: at, newest: at };
             (marks[at as usize].older, marks[at as usize].newer) = (NIL, NIL);
+            if self.full[slot] == 0 && self.intervals.back().is_some_and(|i| usize::from(i.slot) != slot) {
+                self.empty = 0;
+            }
             self.full[slot] |= 1 << list;
             self.dirty |= 1 << slot;
             return;
@@ -141,6 +151,7 @@ impl Cells {
     pub(super) fn leave(&mut self, marks: &mut [Mark], at: u32) {
         let Mark { older, newer, tick, list, .. } = marks[at as usize];
         self.len -= 1;
+        self.finished -= usize::from(list == FINISHED);
         if older != NIL {
             marks[older as usize].newer = newer;
         }
@@ -173,8 +184,15 @@ impl Cells {
         if now >= self.look_at {
             self.look(marks, now);
         }
+        // Of W4 some forty, which have not merged yet.
+        let is_empty = |interval: &Interval| self.full[usize::from(interval.slot)] == 0;
+        self.empty += self.intervals.range(self.empty..).take_while(|i| is_empty(i)).count();
         let (mut least, mut found, mut fallback) = (f32::INFINITY, None, None);
-        for (order, interval) in self.intervals.iter().enumerate() {
+        for (order, interval) in self.intervals.iter().enumerate().skip(self.empty) {
+            if interval.start >= safe && (least < HELD || fallback.is_some()) && self.finished == 0 {
+                // All that follows is safe: with 7/8 of the memory safe these are most of the intervals.
+                break;
+            }
             let slot = usize::from(interval.slot);
             if self.full[slot] == 0 {
                 continue;
@@ -218,9 +236,8 @@ impl Cells {
     /// The least recently used leaf of an interval that nobody has asked to keep. O(lists).
     fn oldest(&self, marks: &[Mark], interval: &Interval, gains: &Gains) -> Option<u32> {
         let (slot, bin) = (usize::from(interval.slot), usize::from(interval.bin));
-        let lists =
-            (0..LISTS_ALL).filter(|&list| self.full[slot] >> list & 1 == 1 && gains[list][bin] < HELD);
-        lists.map(|list| self.queues[slot][list].oldest).min_by_key(|&at| marks[at as usize].tick)
+        let oldest = lists(self.full[slot]).filter(|&list| gains[list][bin] < HELD);
+        oldest.map(|list| self.queues[slot][list].oldest).min_by_key(|&at| marks[at as usize].tick)
     }
 
     /// Shows cells from the least worth on, each leaf from the oldest on, until `show` says stop. For looking ahead;
@@ -282,6 +299,7 @@ impl Cells {
     /// Joins an interval and the next: the younger leaves go behind the older ones, list by list.
     fn merge(&mut self, marks: &mut [Mark], at: usize) {
         let Some(gone) = self.intervals.remove(at + 1) else { return };
+        self.empty = 0;
         let (to, from) = (usize::from(self.intervals[at].slot), usize::from(gone.slot));
         let mut lists = std::mem::take(&mut self.full[from]);
         self.full[to] |= lists;
@@ -345,6 +363,14 @@ impl Cells {
             }
         }
     }
+}
+
+/// The lists of a word, in order.
+fn lists(mut word: u64) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let list = word.trailing_zeros() as usize;
+        (word != 0).then(|| word &= word - 1).map(|()| list)
+    })
 }
 
 /// True for a worth that was learned, not told.

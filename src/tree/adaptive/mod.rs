@@ -404,10 +404,9 @@ impl Adaptive {
     fn stake(&mut self, now: u64) {
         self.stake = self.guard.stake(now);
         let AdaptiveConfig { capacity_pages, device_pages, .. } = self.config;
-        self.safe = [device_pages, capacity_pages].map(|pages| {
-            let safe = pages as f64 * (1.0 - self.stake);
-            self.shadow.newest(safe as u64)
-        });
+        let safe = |pages: u64| self.shadow.newest((pages as f64 * (1.0 - self.stake)) as u64);
+        let device = safe(device_pages);
+        self.safe = [device, if capacity_pages == device_pages { device } else { safe(capacity_pages) }];
     }
 
     /// A touch or the release of a lock moves a node's last use from one time to a later one. O(1), O(log) where that is

@@ -126,8 +126,11 @@ impl Shadow {
         }
     }
 
-    /// The use from which on LRU in `pages` of memory holds everything. O(buckets).
+    /// The use from which on LRU in `pages` of memory holds everything. O(buckets), from the nearer end.
     pub(super) fn newest(&self, pages: u64) -> u64 {
+        if pages > self.total / 2 {
+            return self.newest_from_oldest(pages);
+        }
         let (mut left, mut from) = (pages, u64::MAX);
         for bucket in self.buckets.iter().rev() {
             if bucket.pages > left {
@@ -137,6 +140,21 @@ impl Shadow {
             from = bucket.start;
         }
         0
+    }
+
+    /// The same, counted from the oldest bucket on: of a full memory with 7/8 of it safe 32 buckets instead of 224.
+    fn newest_from_oldest(&self, pages: u64) -> u64 {
+        let mut over = self.total.saturating_sub(pages);
+        if over == 0 {
+            return 0;
+        }
+        for bucket in &self.buckets {
+            if over == 0 {
+                return bucket.start;
+            }
+            over = over.saturating_sub(bucket.pages);
+        }
+        u64::MAX
     }
 
     fn compact(&mut self) {
@@ -208,6 +226,8 @@ mod tests {
         assert_eq!(shadow.newest(0), u64::MAX, "nothing");
         assert_eq!(shadow.newest(100), 31, "what was used at 31 to 40");
         assert_eq!(shadow.newest(400), 0, "all of it");
+        assert_eq!(shadow.newest(390), 2, "all but the first");
+        assert_eq!(shadow.newest(399), 2, "a bucket counts whole");
         shadow.take(40, 10);
         assert_eq!(shadow.newest(100), 30, "what is used again is not there any more");
     }
