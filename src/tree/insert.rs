@@ -260,6 +260,7 @@ impl Tree {
         let (from, whole) = (from as usize, pages.len());
         let range = from * p..whole * p + self.view.overlap();
         let rest = Key { tokens: &key.tokens[range.clone()], ..key };
+        self.orders.foresee(key.ns, &rest.tokens[..p + self.view.overlap()], from as u32);
         let run = match names.filter(|names| self.are_named(parent, rest, names)) {
             Some(names) => self.arena.add_run_of(names, range, from as u32..whole as u32, parent),
             None => {

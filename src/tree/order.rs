@@ -6,11 +6,11 @@
 
 use std::cmp::Reverse;
 
-use crate::base::Tier;
 use crate::base::heap::{HeapKey, IndexHeap};
 use crate::base::plant::{Plant, is_planted};
+use crate::base::{NamespaceId, Tier};
 
-use super::adaptive::{Adaptive, Hint, Leaf};
+use super::adaptive::{Adaptive, Hint, Leaf, page_name};
 use super::component::COMPONENTS;
 use super::node::{Arena, DEVICE_ORDERS, HOST_ORDERS, Links, Listed, NIL, Node, ROOT, Residency};
 use super::policy::{NodeFacts, Policy};
@@ -455,6 +455,14 @@ impl Orders {
     pub(super) fn put_in_device_heap(&mut self, arena: &Arena, at: u32) {
         let kept = arena.nodes[at as usize].refs > 0;
         self.put(arena, DEVICE_ORDERS[usize::from(kept)], at);
+    }
+
+    /// A node of this first page will be made, but its tokens are copied first.
+    #[inline]
+    pub(super) fn foresee(&self, ns: NamespaceId, first_page: &[u32], depth: u32) {
+        if let Some(adaptive) = &self.adaptive {
+            adaptive.foresee(page_name(ns.0, first_page), depth);
+        }
     }
 
     /// A node was made; `name` names its pages.

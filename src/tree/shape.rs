@@ -233,6 +233,7 @@ impl Tree {
         let ends_run = from + node.pages == self.arena.runs[run as usize].pages;
         self.drop_components(at, Tier::Host);
         self.recede_sessions(at);
+        self.prefetch_victims_after(at);
         self.orders.forget(&mut self.arena, at, true);
         self.table.remove(tag, at);
         self.unlink_child(parent, at);
@@ -243,6 +244,20 @@ impl Tree {
         }
         self.arena.remove_node(at);
         self.refresh(parent);
+    }
+
+    /// A leaf goes for good. Where the order learns, those behind it in its cell are likely to be next: the one after the
+    /// next is fetched, and what evicting the next reads besides the node.
+    #[inline]
+    fn prefetch_victims_after(&self, at: u32) {
+        let Some(adaptive) = &self.orders.adaptive else { return };
+        let (next, after) = adaptive.behind(at);
+        self.arena.prefetch_node(after);
+        if let Some(node) = self.arena.nodes.get(next as usize) {
+            self.table.prefetch(node.tag);
+            self.arena.prefetch_run(node);
+            self.arena.prefetch_node(node.parent);
+        }
     }
 
     /// The subtree of a node, parents before children; the node first. O(nodes of the subtree).

@@ -1,6 +1,8 @@
 //! What is remembered of evicted nodes: 32 bytes each, in a table that never fills. A name has two places in one cache
 //! line; the older of two goes.
 
+use crate::base::prefetch::prefetch;
+
 /// No sample.
 pub(super) const NO_SAMPLE: u32 = u32::MAX;
 
@@ -94,6 +96,14 @@ impl Ghosts {
         let mask = self.pairs.len().checked_sub(1)?;
         let found = self.pairs[at & mask].0.iter_mut().find(|g| g.rest == rest && wanted(g))?;
         Some(std::mem::replace(found, Ghost::NONE))
+    }
+
+    /// A name will be looked for or written soon: in a full table of 4 MB its pair is not at hand.
+    #[inline]
+    pub(super) fn prefetch(&self, name: u64) {
+        if let Some(mask) = self.pairs.len().checked_sub(1) {
+            prefetch(&self.pairs[split(name).0 & mask]);
+        }
     }
 
     /// Entries in use. O(entries).

@@ -39,13 +39,14 @@ pub(super) use signal::Leaf;
 pub use signal::SIGNAL_NAMES;
 
 use crate::base::Tier;
+use crate::base::prefetch::prefetch;
 
 use age::{Ages, half_octave};
 use cells::{Cells, EXPECTED, FINISHED, Gains, KEPT, LEVELS};
 use ghosts::{Ghost, Ghosts, NO_SAMPLE};
 use guard::Guard;
 use hazard::{CLASSES, Hazards};
-use mark::Mark;
+use mark::{Mark, NIL};
 use samples::{Sample, Samples};
 use score::Scorer;
 use shadow::Shadow;
@@ -218,6 +219,13 @@ impl Adaptive {
     }
 
     // ---- what happens to nodes ----
+
+    /// A node whose first page has this name will be made at this depth: its ghost is fetched, which took 7 % of a request
+    /// that evicts and inserts.
+    #[inline]
+    pub(super) fn foresee(&self, first: u64, depth: u32) {
+        self.ghosts.prefetch(place(first, depth));
+    }
 
     /// A node was made below `parent` (`None`: the root). `name` gives the name of a page of it, by its number from the
     /// start of the node. O(1) and the ghosts found.
@@ -558,7 +566,26 @@ impl Adaptive {
     /// The next victim of a tier. O(1): at most 64 steps.
     pub(super) fn first(&mut self, tier: Tier, now: u64) -> Option<u32> {
         let tier = index(tier);
-        self.tiers[tier].first(&mut self.marks, now, &self.gains, self.safe[tier])
+        let found = self.tiers[tier].first(&mut self.marks, now, &self.gains, self.safe[tier])?;
+        // Where it will be remembered.
+        self.ghosts.prefetch(self.marks[found as usize].start);
+        Some(found)
+    }
+
+    /// The leaf behind one that has just left its cell, and the one behind that; `NIL` where there is none. What is
+    /// known of both is fetched, and where the former will be remembered.
+    #[inline]
+    pub(super) fn behind(&self, at: u32) -> (u32, u32) {
+        let newer = |at: u32| self.marks.get(at as usize).map_or(NIL, |mark| mark.newer);
+        let next = newer(at);
+        let after = newer(next);
+        if let Some(mark) = self.marks.get(next as usize) {
+            self.ghosts.prefetch(mark.start);
+        }
+        if let Some(mark) = self.marks.get(after as usize) {
+            prefetch(mark);
+        }
+        (next, after)
     }
 
     /// Shows the leaves of a tier in the order in which they would go, until `show` says stop.
