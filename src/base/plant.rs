@@ -30,6 +30,8 @@ pub enum Plant {
     WindowGoesAlone,
     /// What a session will come back for stops being kept when its last page is evicted.
     SessionDiesWithEnd,
+    /// What a waiting request will use is not kept if it comes after the request.
+    WaiterStandsStill,
     /// An insert counts no hit on pages that were there.
     ForgetHits,
     /// A load that rests on a failed one is published.
@@ -42,7 +44,7 @@ pub enum Plant {
 
 impl Plant {
     /// Those of the tree, which its comparison with the model has to find.
-    pub const TREE: [Plant; 13] = [
+    pub const TREE: [Plant; 14] = [
         Plant::ForgetSplit,
         Plant::SplitDropsLock,
         Plant::SplitDropsPin,
@@ -52,6 +54,7 @@ impl Plant {
         Plant::ShortWindow,
         Plant::WindowGoesAlone,
         Plant::SessionDiesWithEnd,
+        Plant::WaiterStandsStill,
         Plant::ForgetHits,
         Plant::LoadOnNothing,
         Plant::OvertakeLoad,

@@ -168,6 +168,8 @@ pub struct Model {
     holds: Vec<Hold>,
     /// Ends of open sessions, oldest first.
     sessions: BTreeMap<u64, Vec<At>>,
+    /// Prompts of requests that wait.
+    waiting: BTreeMap<u64, (u32, Vec<u32>)>,
     /// By component and tier.
     freed: [[Vec<u32>; 2]; 2],
 }
@@ -213,6 +215,7 @@ impl Model {
             spans,
             holds: Vec::new(),
             sessions: BTreeMap::new(),
+            waiting: BTreeMap::new(),
             freed: Default::default(),
         }
     }

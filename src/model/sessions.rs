@@ -1,4 +1,5 @@
-//! Sessions in the model: each has a list of ends, pages that it will come back for.
+//! What is kept in the model: each session has a list of ends, pages that it will come back for, and of a waiting request its
+//! prompt is remembered.
 
 use std::collections::BTreeSet;
 
@@ -26,14 +27,30 @@ impl Model {
         self.sessions.remove(&session);
     }
 
-    /// Everything on the way to the end of a session.
-    pub(super) fn kept(&self) -> BTreeSet<At> {
-        self.sessions.values().flat_map(|ends| self.covered(ends)).collect()
+    /// A request waits that will use the prefix of a prompt.
+    pub fn wait_for(&mut self, waiter: u64, ns: u32, tokens: &[u32]) {
+        self.waiting.insert(waiter, (ns, tokens.to_vec()));
     }
 
-    /// Pages of which a session will need a component.
+    /// It waits no longer.
+    pub fn stop_waiting(&mut self, waiter: u64) {
+        self.waiting.remove(&waiter);
+    }
+
+    /// Ends of what is kept: those of sessions, and the last known page of every prompt that waits.
+    fn ends(&self) -> Vec<At> {
+        let known = self.waiting.values().filter_map(|(ns, tokens)| self.path(*ns, tokens).last().copied());
+        self.sessions.values().flatten().copied().chain(known).collect()
+    }
+
+    /// Everything on the way to an end.
+    pub(super) fn kept(&self) -> BTreeSet<At> {
+        self.covered(&self.ends())
+    }
+
+    /// Pages of which a request at an end will need a component.
     pub(super) fn kept_of(&self, c: usize) -> BTreeSet<At> {
-        self.sessions.values().flatten().flat_map(|&end| self.needed(end, c)).collect()
+        self.ends().into_iter().flat_map(|end| self.needed(end, c)).collect()
     }
 
     /// Sessions that end at a page which goes away end above it, unless they end there or below it anyway.

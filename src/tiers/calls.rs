@@ -110,6 +110,7 @@ impl Core {
             self.violation("device room was made and is not there");
             return Ok(Alloc::Refused { short_pages: pages, coming_pages: 0 });
         }
+        self.let_in(id);
         self.stats.allocated_pages += u64::from(pages);
         self.ahead_due = true;
         self.digest.mix(u64::from(pages));
@@ -181,6 +182,7 @@ impl Core {
         whole: u32,
         state_fits: bool,
     ) -> Result<u32, CoreError> {
+        self.let_in(id);
         let request = self.requests.get_mut(id.0).ok_or(CoreError::UnknownRequest)?;
         let computed = (whole - request.shared) as usize;
         let state = request.state.filter(|_| state_fits && computed > 0);
@@ -261,6 +263,7 @@ impl Core {
     fn close(&mut self, id: RequestId, last_use: Fence) -> Result<(), CoreError> {
         self.fence = self.fence.and(last_use);
         self.request_ref(id)?;
+        self.let_in(id);
         self.release_holdings(id)?;
         if let Some(request) = self.requests.remove(id.0)
             && let Some(op) = request.prefetch

@@ -1,6 +1,5 @@
 //! What the scheduler knows of the future and no cache could guess: who will come back, and who will not.
 
-use super::config::Eviction;
 use super::core::{Core, CoreError};
 use super::oplog::Op;
 use super::request::RequestId;
@@ -47,20 +46,30 @@ impl Core {
         Ok(())
     }
 
-    /// The request waits in a queue and will use the prefix of `tokens` when it is let in: what is cached of it is kept longest,
-    /// for as long as a capacity's worth of others takes to pass. Void under an order that does not learn. O(tokens).
+    /// The request waits in a queue, behind all that were told before it, and will use the prefix of `tokens` when it is let in:
+    /// what is cached of it, now or later, is evicted after all that nobody keeps, the end of the queue first under the
+    /// order that learns. It ends with the first pages that the request is granted or publishes, or with the request; another
+    /// call takes its place, at the end of the queue. Costs 8 bytes a page. O(tokens).
     ///
     /// # Errors
-    /// Unknown request.
+    /// Unknown request or namespace.
     pub fn expect_prefix(&mut self, id: RequestId, tokens: &[u32]) -> Result<(), CoreError> {
         self.record(|| Op::ExpectPrefix(id, tokens.to_vec()));
         let namespace = self.request_ref(id)?.namespace;
-        if self.config.eviction == Eviction::Adaptive {
-            let found = self.tree.peek(Key::new(namespace, tokens));
-            // Nothing is cached at all: the root takes no hint.
-            let _ = self.tree.hint(found.node, Hint::Expected);
-        }
+        self.let_in(id);
+        let waiter = self.tree.wait_for(Key::new(namespace, tokens))?;
+        self.request_mut(id)?.waiter = Some(waiter);
         Ok(())
+    }
+
+    /// The request no longer waits.
+    pub(super) fn let_in(&mut self, id: RequestId) {
+        let waiter = self.requests.get_mut(id.0).and_then(|request| request.waiter.take());
+        if let Some(waiter) = waiter
+            && self.tree.stop_waiting(waiter).is_err()
+        {
+            self.violation("a request waits that the tree does not know");
+        }
     }
 
     /// A request has finished with so many tokens: what that says of who comes back.

@@ -7,7 +7,7 @@ use super::outcome::PrefetchEnd;
 use crate::base::slab::SlabKey;
 use crate::base::{NamespaceId, NodeId, OpId, PageId, Time};
 use crate::key::PageNames;
-use crate::tree::{DeviceLock, HostPin, SessionId};
+use crate::tree::{DeviceLock, HostPin, SessionId, WaiterId};
 
 /// Name of a request inside a core.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -55,6 +55,8 @@ pub(super) struct Request {
     pub(super) session: Option<SessionId>,
     /// Nobody will come back for what it publishes.
     pub(super) last_turn: bool,
+    /// Its place in the queue, if the scheduler has told it and it has not been let in.
+    pub(super) waiter: Option<WaiterId>,
     pub(super) prefetch: Option<OpId>,
     pub(super) prefetch_end: Option<PrefetchEnd>,
     /// Prefetches started.
@@ -87,6 +89,7 @@ impl Request {
             prompt_tokens: 0,
             session: None,
             last_turn: false,
+            waiter: None,
             prefetch: None,
             prefetch_end: None,
             prefetch_attempts: 0,

@@ -2,7 +2,7 @@
 
 use crate::base::{NamespaceId, NodeId, OpId, PageId, Violation};
 
-use super::SessionId;
+use super::{SessionId, WaiterId};
 
 /// A request that the tree did not carry out, and why. The tree is as it was before the call.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -96,6 +96,9 @@ pub enum TreeError {
     /// No session of that id is open.
     #[error("session {0:?} is not open")]
     UnknownSession(SessionId),
+    /// The waiting request has stopped waiting, or never did.
+    #[error("{0:?} does not wait")]
+    UnknownWaiter(WaiterId),
     /// No operation of that id is in flight.
     #[error("{0:?} is not in flight")]
     UnknownOp(OpId),

@@ -116,6 +116,9 @@ impl Tree {
         if self.has_components() {
             self.adopt_components(inserted.node.index, whole, owned_from, components);
         }
+        if inserted.new_pages > 0 {
+            self.meet_waiting(inserted.node.index);
+        }
         self.try_merge_above(inserted.node.index);
         Ok(inserted)
     }

@@ -16,6 +16,8 @@
 //! | `refill` | hand-over of pages that came from a store |
 //! | `evict`, `evict_plan` | device and host eviction, at once or as plan and commit |
 //! | `session` | what conversations will come back for |
+//! | `waiting` | what waiting requests will use |
+//! | `kept` | what goes last for the sake of both |
 //! | `store` | hashes and store presence |
 //! | `component` | windows and states |
 //! | `event` | the stream of residency |
@@ -30,6 +32,7 @@ mod event;
 mod evict;
 mod evict_plan;
 mod insert;
+mod kept;
 mod load;
 mod lock;
 mod node;
@@ -45,6 +48,7 @@ mod store;
 #[cfg(test)]
 mod tests;
 mod types;
+mod waiting;
 mod walk;
 
 pub use component::{Component, ComponentCopy, ComponentPages, ComponentPut, InsertComponents, PerComponent};
@@ -54,6 +58,7 @@ pub use evict_plan::{EvictionPlan, Fate, Victim};
 pub use policy::{EvictionPolicy, NodeFacts, Policy};
 pub use session::SessionId;
 pub use types::*;
+pub use waiting::WaiterId;
 
 use crate::base::limits::PAGE_SIZE_MAX;
 use crate::base::tag_table::TagTable;
@@ -64,6 +69,7 @@ use node::{Arena, NO_PAGE, ROOT, Residency};
 use op::Ops;
 use order::Orders;
 use session::Sessions;
+use waiting::Waiting;
 
 /// A prefix tree over one set of namespaces and one device pool. One owner drives it; nothing is re-entrant.
 #[derive(Clone, Debug)]
@@ -81,6 +87,7 @@ pub struct Tree {
     ops: Ops,
     namespaces: Namespaces,
     sessions: Sessions,
+    waiting: Waiting,
     stats: TreeStats,
     /// Pages of a match that must have the component, by component; 0: not configured.
     spans: PerComponent<u32>,
@@ -129,6 +136,7 @@ impl Tree {
             ops: Ops::default(),
             namespaces: Namespaces::new(),
             sessions: Sessions::default(),
+            waiting: Waiting::default(),
             stats: TreeStats::default(),
             spans,
             component_pages: [[0; 2]; 2],
@@ -242,6 +250,7 @@ impl Tree {
         }
         self.arena.clear();
         self.sessions.forget_ends();
+        self.waiting.forget_ends();
         if self.with_events {
             self.events.push(TreeEvent::Cleared);
         }

@@ -15,6 +15,7 @@ use super::component::COMPONENTS;
 use super::node::{Arena, DEVICE_ORDERS, HOST_ORDERS, Links, Listed, NIL, Node, ROOT, Residency};
 use super::policy::{NodeFacts, Policy};
 use super::types::BackupRule;
+use super::waiting::{Turn, Turns};
 
 /// Ends of an intrusive list.
 #[derive(Clone, Copy, Debug)]
@@ -67,6 +68,8 @@ pub(super) struct Orders {
     pub(super) old_mirrors: IndexHeap,
     /// By component and tier: nodes that have any of it that no session will need, and nodes that have any that one will.
     pub(super) components: [[[IndexHeap; 2]; 2]; COMPONENTS],
+    /// Who waits for which kept node.
+    pub(super) turns: Turns,
     /// Where a node last went back to its place by age, by [`Listed`]: operations end about in the order in which they
     /// began, so the next place is near. May name anything.
     pub(super) fingers: [u32; 4],
@@ -182,7 +185,7 @@ pub(super) fn facts(node: &Node) -> NodeFacts {
     }
 }
 
-fn leaf(node: &Node) -> Leaf {
+fn leaf(turns: &Turns, at: u32, node: &Node) -> Leaf {
     Leaf {
         tick: node.tick,
         depth: node.depth,
@@ -190,7 +193,7 @@ fn leaf(node: &Node) -> Leaf {
         reach: node.reach,
         kids: node.kids,
         priority: node.priority,
-        kept: node.refs > 0,
+        kept: (node.refs > 0).then(|| turns.first(at).unwrap_or(Turn::MAX)),
     }
 }
 
@@ -213,6 +216,7 @@ impl Orders {
             mirrors: Ends::EMPTY,
             old_mirrors: IndexHeap::default(),
             components: Default::default(),
+            turns: Turns::default(),
             fingers: [NIL; 4],
             has_components,
             tick: 0,
@@ -445,7 +449,7 @@ impl Orders {
         match &mut self.adaptive {
             Some(adaptive) => {
                 adaptive.leave(tier_of(listed), at);
-                adaptive.enter(tier_of(listed), at, &leaf(node), self.tick);
+                adaptive.enter(tier_of(listed), at, &leaf(&self.turns, at, node), self.tick);
             }
             None => self.heaps[listed as usize].set(at, self.policy.key(&facts(node))),
         }
@@ -469,7 +473,12 @@ impl Orders {
     pub(super) fn created(&mut self, arena: &Arena, at: u32, name: impl Fn(u32) -> u64) {
         if let Some(adaptive) = &mut self.adaptive {
             let node = &arena.nodes[at as usize];
-            adaptive.created(at, (node.parent != ROOT).then_some(node.parent), &leaf(node), name);
+            adaptive.created(
+                at,
+                (node.parent != ROOT).then_some(node.parent),
+                &leaf(&self.turns, at, node),
+                name,
+            );
         }
     }
 
@@ -504,12 +513,12 @@ impl Orders {
     pub(super) fn hint(&mut self, arena: &mut Arena, at: u32, hint: Hint) {
         let Some(adaptive) = &mut self.adaptive else { return };
         let tier = match arena.nodes[at as usize].listed {
-            Listed::Nowhere => return adaptive.hint(at, hint, self.tick),
+            Listed::Nowhere => return adaptive.hint(at, hint),
             listed => tier_of(listed),
         };
         adaptive.leave(tier, at);
-        adaptive.hint(at, hint, self.tick);
-        adaptive.enter(tier, at, &leaf(&arena.nodes[at as usize]), self.tick);
+        adaptive.hint(at, hint);
+        adaptive.enter(tier, at, &leaf(&self.turns, at, &arena.nodes[at as usize]), self.tick);
     }
 
     /// An insert brought nothing new: it ended in this node.

@@ -190,6 +190,7 @@ impl Tree {
         let left = (whole - pos) as u32;
         if left > 0 && done.dropped.is_none() && self.may_hold_host(at) {
             at = self.attach_host_leaf(at, rest, pos, host_pages, hashes)?;
+            self.meet_waiting(at);
             done.attached_pages = left;
             done.node = self.arena.id(at);
         } else if left > 0 {

@@ -49,6 +49,7 @@ impl Tree {
         self.check_orders(&sound, &mut report);
         self.check_ops(&mut report);
         self.check_sessions(&mut report);
+        self.check_waiting(&mut report);
         self.check_counters(&sound, &mut report);
         self.check_pages(&mut report);
         report.0
@@ -131,10 +132,10 @@ impl Tree {
                 n.locks, n.own_locks, n.pins, n.own_pins
             ),
         );
-        let own = self.sessions.ends_at(at);
+        let own = self.sessions.ends_at(at) + self.waiting.ends_at(at);
         report.must(
             at == ROOT || n.refs == own + refs,
-            "session-refs",
+            "kept-refs",
             format_args!("node {at}: {} = {own} + {refs}?", n.refs),
         );
         true

@@ -1,11 +1,7 @@
 //! Sessions: conversations that will come back.
 //!
-//! A session refers to the ends of what it has computed. Everything on the way from the root to such an end is **kept**: it
-//! is evicted only after all that no session refers to. That is a preference, not a lock: under pressure kept nodes go too,
-//! in their own order, and an end whose node is deleted recedes to the parent.
-//!
-//! Counts follow the scheme of locks, so that a split hands over a 1. Of a component a session keeps what a request at its
-//! end needs.
+//! A session refers to the ends of what it has computed; everything on the way to them is kept (see `kept`). Under pressure
+//! an end whose node is deleted recedes to the parent.
 
 use std::fmt;
 
@@ -43,13 +39,9 @@ pub(super) struct Sessions {
 }
 
 impl Sessions {
-    /// Nothing is kept for anybody.
+    /// No session ends anywhere.
     pub(super) fn is_empty(&self) -> bool {
         self.at.is_empty()
-    }
-
-    pub(super) fn end_here(&self, at: u32) -> bool {
-        self.at.contains_key(&at)
     }
 
     pub(super) fn ends_at(&self, at: u32) -> u32 {
@@ -157,39 +149,8 @@ impl Tree {
         at == upper
     }
 
-    fn ref_path(&mut self, end: u32) {
-        self.keep_spans(end, true);
-        let mut at = end;
-        while at != ROOT {
-            let node = &mut self.arena.nodes[at as usize];
-            node.refs += 1;
-            if node.refs > 1 {
-                return;
-            }
-            self.refresh(at);
-            at = self.arena.nodes[at as usize].parent;
-        }
-    }
-
-    fn unref_path(&mut self, end: u32) {
-        self.keep_spans(end, false);
-        let mut at = end;
-        while at != ROOT {
-            let node = &mut self.arena.nodes[at as usize];
-            node.refs -= 1;
-            if node.refs > 0 {
-                return;
-            }
-            self.refresh(at);
-            at = self.arena.nodes[at as usize].parent;
-        }
-    }
-
     /// Sessions that end at a leaf which is about to be deleted end at its parent from now on.
     pub(super) fn recede_sessions(&mut self, leaf: u32) {
-        if self.arena.nodes[leaf as usize].refs == 0 {
-            return;
-        }
         let parent = self.arena.nodes[leaf as usize].parent;
         for key in self.sessions.at.get(&leaf).cloned().unwrap_or_default() {
             self.keep_spans(leaf, false);
@@ -203,17 +164,12 @@ impl Tree {
                 self.keep_spans(parent, true);
             }
         }
-        self.arena.nodes[leaf as usize].refs = 0;
-        // Whoever ended at the leaf ends at the parent or below it now, so the parent stays kept.
-        if parent != ROOT {
-            self.arena.nodes[parent as usize].refs -= 1;
-        }
     }
 
     /// Both directions of the table agree, and every end is alive.
     pub(super) fn check_sessions(&self, report: &mut Report) {
         for end in self.sessions.ends() {
-            let ok = end != NIL && end != ROOT && self.arena.is_live(end) && self.sessions.end_here(end);
+            let ok = end != NIL && end != ROOT && self.arena.is_live(end) && self.sessions.ends_at(end) > 0;
             report.must(ok, "session-ends", format_args!("a session ends at {end}"));
         }
         let one = self.sessions.ends().count();

@@ -5,6 +5,7 @@ use crate::base::plant::{Plant, is_planted};
 
 use super::Tree;
 use super::adaptive::page_name;
+use super::kept::ends_between;
 use super::node::{Links, Listed, NIL, Node, ROOT, Residency};
 use super::walk::tag_of;
 
@@ -70,7 +71,7 @@ impl Tree {
     pub(super) fn split(&mut self, at: u32, keep: u32) -> u32 {
         let old = &self.arena.nodes[at as usize];
         debug_assert!(at != ROOT && 0 < keep && keep < old.pages, "a split leaves pages on both sides");
-        let (parent, tag, run) = (old.parent, old.tag, old.run);
+        let (parent, tag, run, old_kept) = (old.parent, old.tag, old.run, old.refs > 0);
         let prefix = Node {
             pages: keep,
             listed: Listed::Nowhere,
@@ -108,6 +109,9 @@ impl Tree {
         self.table.insert(tag, at);
         if self.orders.adaptive.is_some() {
             self.split_marks(prefix, at);
+        }
+        if old_kept {
+            self.orders.turns.split(prefix, at);
         }
         self.orders.split(&mut self.arena, self.rule, prefix, at);
         self.stats.splits += 1;
@@ -147,13 +151,13 @@ impl Tree {
         // Neighbours in the list are equally old, whatever their ticks say, unless something that stands elsewhere belongs
         // between them: in an operation, or kept for a session. A heap goes by the ticks.
         let in_list = self.orders.policy.is_list() && !self.has_components() && low.listed != Listed::Nowhere;
-        let listed = in_list && self.stats.ops == 0 && self.sessions.is_empty();
+        let listed = in_list && self.stats.ops == 0 && self.keeps_nothing();
         let close = self.orders.adaptive.as_ref().is_some_and(|a| a.alike(up.tick, low.tick));
         let same_age = up.tick == low.tick || !locked && (close || listed && low.order.newer == at);
         let alike = (up.device, up.host, up.hits, up.priority, up.reach, up.created)
             == (low.device, low.host, low.hits, low.priority, low.reach, low.created);
-        // A session that ends at the upper node would come to hold the lower one too.
-        let ends_here = up.refs > 0 && self.sessions.end_here(at);
+        // What is kept to the end of the upper node would be kept to that of the lower one.
+        let ends_here = ends_between(up, low);
         let (ticks, low_pages) = ((low.tick, up.tick), low.pages);
         if !alike || !same_age || ends_here || lock_ends || held(up) || held(low) {
             return;
@@ -178,6 +182,9 @@ impl Tree {
         (low.run, low.from) = (up.run, up.from);
         low.pages += up.pages;
         low.tick = up.tick;
+        if up.refs > 0 {
+            self.orders.turns.merged(at);
+        }
         self.arena.remove_node(at);
         self.refresh(child);
         self.orders.rekey(&self.arena, child);
@@ -232,7 +239,7 @@ impl Tree {
         let (parent, tag, run, from) = (node.parent, node.tag, node.run, node.from);
         let ends_run = from + node.pages == self.arena.runs[run as usize].pages;
         self.drop_components(at, Tier::Host);
-        self.recede_sessions(at);
+        self.recede_ends(at);
         self.prefetch_victims_after(at);
         self.orders.forget(&mut self.arena, at, true);
         self.table.remove(tag, at);

@@ -51,21 +51,46 @@ fn an_open_session_keeps_its_prefix() {
     }
 }
 
-/// What nobody will come back for goes before what is older; what waits in a queue goes last.
+/// What nobody will come back for goes before what is older.
 #[test]
-fn an_order_that_learns_takes_hints() {
+fn what_will_not_return_goes_first_under_an_order_that_learns() {
     let mut rig = rig(Eviction::Adaptive);
     turn(&mut rig, "AB", |_, _| ());
     turn(&mut rig, "CD", |rig, request| rig.core.will_not_return(request).unwrap());
     turn(&mut rig, "EF", |_, _| ());
-    let waits = rig.request();
-    rig.core.expect_prefix(waits, &t("ABX")).unwrap();
-    rig.core.expect_prefix(waits, &t("nothing is cached of this")).unwrap();
     turn(&mut rig, "MNOP", |_, _| ());
     assert_eq!(["AB", "CD", "EF"].map(|prompt| found(&rig, prompt).0), [2, 0, 2]);
-    turn(&mut rig, "QR", |rig, request| rig.core.will_not_return(request).unwrap());
-    turn(&mut rig, "ST", |_, _| ());
-    assert_eq!(["AB", "QR"].map(|prompt| found(&rig, prompt).0), [2, 0]);
-    rig.abort(waits).unwrap();
     rig.assert_quiet();
+}
+
+/// What a waiting request will use outlives what is used after it, whether it is there when the request begins to wait or
+/// another one brings it later, until the request is let in or gives up.
+#[test]
+fn what_a_queue_waits_for_goes_last() {
+    for eviction in [Eviction::Lru, Eviction::Adaptive] {
+        let mut rig = rig(eviction);
+        let crowd = |rig: &mut Rig| ["MNO", "PQR", "STU"].map(|other| turn(rig, other, |_, _| ()));
+        turn(&mut rig, "AB", |_, _| ());
+        let waits = ["ABX", "CDY"].map(|prompt| {
+            let request = rig.request();
+            rig.core.expect_prefix(request, &t(prompt)).unwrap();
+            request
+        });
+        turn(&mut rig, "CDE", |_, _| ());
+        crowd(&mut rig);
+        assert_eq!(["AB", "CD", "CDE"].map(|prompt| found(&rig, prompt).0), [2, 2, 2], "{eviction:?}");
+        // To ask is not to be let in.
+        rig.match_prefix(waits[0], &t("AB")).unwrap();
+        rig.match_prefix(waits[0], &[]).unwrap();
+        crowd(&mut rig);
+        assert_eq!(["AB", "CD"].map(|prompt| found(&rig, prompt).0), [2, 2], "{eviction:?}");
+        rig.match_prefix(waits[0], &t("AB")).unwrap();
+        rig.alloc(waits[0], 1).unwrap();
+        rig.compute(waits[0], &t("ABX"), sapwood::base::NamespaceId::DEFAULT);
+        rig.finish(waits[0], &t("ABX")).unwrap();
+        rig.abort(waits[1]).unwrap();
+        crowd(&mut rig);
+        assert_eq!(["AB", "CD"].map(|prompt| found(&rig, prompt).0), [0, 0], "{eviction:?}: nobody waits");
+        rig.assert_quiet();
+    }
 }

@@ -46,6 +46,8 @@ fn step() -> impl Strategy<Value = Step> {
         1 => any::<usize>().prop_map(Step::ReleaseWindow),
         1 => (any::<usize>(), row()).prop_map(|(i, row)| Step::Refer(i, row)),
         1 => any::<usize>().prop_map(Step::CloseSession),
+        2 => row().prop_map(Step::WaitFor),
+        1 => any::<usize>().prop_map(Step::StopWaiting),
     ]
 }
 

@@ -55,6 +55,8 @@ pub(crate) enum Step {
     ReleaseWindow(usize),
     Refer(usize, Row),
     CloseSession(usize),
+    WaitFor(Row),
+    StopWaiting(usize),
 }
 
 /// What both are made with.
@@ -144,6 +146,7 @@ pub(crate) struct Pair {
     flying: Vec<(u64, bool)>,
     storing: Vec<(u64, At, Vec<At>, Vec<Hold>)>,
     sessions: Vec<(SessionId, u64)>,
+    waiting: Vec<(WaiterId, u64)>,
     next_op: u64,
 }
 
@@ -188,6 +191,7 @@ impl Pair {
             flying: vec![],
             storing: vec![],
             sessions: vec![],
+            waiting: vec![],
             next_op: 1,
         }
     }
@@ -497,6 +501,26 @@ impl Pair {
             self.tree.close_session(session).unwrap();
             self.model.close_session(name);
             assert_eq!(self.tree.close_session(session), Err(TreeError::UnknownSession(session)));
+        }
+    }
+
+    fn wait_for(&mut self, row: Row) {
+        if self.waiting.len() == 4 {
+            self.stop_waiting(row.pages as usize);
+        }
+        let (ns, tokens) = self.tokens(row);
+        let OpId(name) = self.op();
+        let waiter = self.tree.wait_for(Key { ns, tokens: &tokens, view: self.view }).unwrap();
+        self.model.wait_for(name, ns.0, &tokens);
+        self.waiting.push((waiter, name));
+    }
+
+    fn stop_waiting(&mut self, i: usize) {
+        if !self.waiting.is_empty() {
+            let (waiter, name) = self.waiting.swap_remove(i % self.waiting.len());
+            self.tree.stop_waiting(waiter).unwrap();
+            self.model.stop_waiting(name);
+            assert_eq!(self.tree.stop_waiting(waiter), Err(TreeError::UnknownWaiter(waiter)));
         }
     }
 
@@ -818,6 +842,8 @@ impl Pair {
             Step::AdoptHost(row, c, n) => self.adopt_host(row, usize::from(c), n),
             Step::Refer(i, row) => self.refer(i, row),
             Step::CloseSession(i) => self.close_session(i),
+            Step::WaitFor(row) => self.wait_for(row),
+            Step::StopWaiting(i) => self.stop_waiting(i),
             Step::ReleaseWindow(i) => {
                 if !self.held.is_empty() {
                     let i = i % self.held.len();

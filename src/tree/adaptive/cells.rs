@@ -17,13 +17,9 @@ use super::mark::{Mark, NIL};
 pub(super) const LEVELS: usize = 7;
 /// Lists of classes and levels.
 pub(super) const LISTS: usize = super::hazard::CLASSES * LEVELS;
-/// The list of leaves that are expected back: they go last, unless that is long ago.
-pub(super) const EXPECTED: u8 = LISTS as u8;
 /// The list of leaves that are finished: they go first.
-pub(super) const FINISHED: u8 = LISTS as u8 + 1;
-/// The list of leaves that a session will come back for: they go after all others.
-pub(super) const KEPT: u8 = LISTS as u8 + 2;
-pub(super) const LISTS_ALL: usize = LISTS + 3;
+pub(super) const FINISHED: u8 = LISTS as u8;
+pub(super) const LISTS_ALL: usize = LISTS + 1;
 const _: () = assert!(LISTS_ALL <= 64, "a word has a bit for every list");
 /// Intervals at a time.
 const SLOTS: usize = 64;
@@ -240,9 +236,15 @@ impl Cells {
         oldest.map(|list| self.queues[slot][list].oldest).min_by_key(|&at| marks[at as usize].tick)
     }
 
-    /// Shows cells from the least worth on, each leaf from the oldest on, until `show` says stop. For looking ahead;
-    /// O(cells log cells + leaves shown).
-    pub(super) fn ahead(&self, marks: &[Mark], gains: &Gains, safe: u64, mut show: impl FnMut(u32) -> bool) {
+    /// Shows cells from the least worth on, each leaf from the oldest on, until `show` says stop; true if it never does. For
+    /// looking ahead; O(cells log cells + leaves shown).
+    pub(super) fn ahead(
+        &self,
+        marks: &[Mark],
+        gains: &Gains,
+        safe: u64,
+        show: &mut impl FnMut(u32) -> bool,
+    ) -> bool {
         let mut cells: Vec<(f32, usize, u8)> = Vec::new();
         for (order, interval) in self.intervals.iter().enumerate() {
             for list in (0..LISTS_ALL as u8).filter(|l| self.full[usize::from(interval.slot)] >> l & 1 == 1) {
@@ -257,11 +259,12 @@ impl Cells {
             let mut at = self.queues[usize::from(self.intervals[order].slot)][usize::from(list)].oldest;
             while at != NIL {
                 if !show(at) {
-                    return;
+                    return false;
                 }
                 at = marks[at as usize].newer;
             }
         }
+        true
     }
 
     /// The slot of the interval that a tick lies in. What is older than all intervals counts to the oldest.
@@ -454,27 +457,15 @@ mod tests {
     }
 
     #[test]
-    fn hints_go_first_and_last() {
+    fn what_is_finished_goes_first() {
         let (mut cells, mut marks) = (cells(1), vec![Mark::default(); 8]);
-        let gains = rule(|list, _| match list as u8 {
-            EXPECTED => f32::MAX,
-            FINISHED => -1.0,
-            _ => 1.0,
-        });
-        put(&mut cells, &mut marks, 0, EXPECTED, 1, 1);
+        let gains = rule(|list, _| if list as u8 == FINISHED { -1.0 } else { 1.0 });
         put(&mut cells, &mut marks, 1, 7, 50, 50);
         put(&mut cells, &mut marks, 2, FINISHED, 99, 99);
         assert_eq!(cells.first(&mut marks, 100, &gains, u64::MAX), Some(2));
         assert_eq!(cells.first(&mut marks, 100, &gains, 0), Some(2), "whatever is safe");
         cells.leave(&mut marks, 2);
-        assert_eq!(cells.first(&mut marks, 100, &gains, u64::MAX), Some(1));
-        assert_eq!(
-            cells.first(&mut marks, 100, &gains, 20),
-            Some(1),
-            "what is safe goes before what is held"
-        );
-        cells.leave(&mut marks, 1);
-        assert_eq!(cells.first(&mut marks, 100, &gains, 0), Some(0));
+        assert_eq!(cells.first(&mut marks, 100, &gains, 20), Some(1));
     }
 
     #[test]
@@ -485,7 +476,7 @@ mod tests {
         }
         let gains = rule(|list, _| list as f32);
         let (mut out, mut shown) = (Vec::new(), Vec::new());
-        cells.ahead(&marks, &gains, 50, |at| {
+        cells.ahead(&marks, &gains, 50, &mut |at| {
             shown.push(at);
             true
         });
@@ -544,7 +535,7 @@ mod tests {
             assert!(span <= age / 2 + 2, "{span} at age {age}");
         }
         let mut shown = Vec::new();
-        cells.ahead(&marks, &rule(|_, _| 1.0), 0, |at| {
+        cells.ahead(&marks, &rule(|_, _| 1.0), 0, &mut |at| {
             shown.push(at);
             shown.len() < 100
         });

@@ -25,8 +25,6 @@ pub(super) struct Mark {
     pub(super) base: u32,
     /// Pages that its request brought.
     pub(super) new_pages: u16,
-    /// Hint: requests that wait for it.
-    pub(super) expected: u8,
     /// List that it is filed under.
     pub(super) list: u8,
     /// Requests that ended their match here, and the one that made it.
@@ -66,7 +64,6 @@ impl Default for Mark {
             mean_gap: 0,
             base: 0,
             new_pages: 0,
-            expected: 0,
             list: 0,
             uses: 0,
             turn: 0,

@@ -39,10 +39,11 @@ pub(super) use signal::Leaf;
 pub use signal::SIGNAL_NAMES;
 
 use crate::base::Tier;
+use crate::base::heap::IndexHeap;
 use crate::base::prefetch::prefetch;
 
 use age::{Ages, half_octave};
-use cells::{Cells, EXPECTED, FINISHED, Gains, KEPT, LEVELS};
+use cells::{Cells, FINISHED, Gains, LEVELS};
 use ghosts::{Ghost, Ghosts, NO_SAMPLE};
 use guard::Guard;
 use hazard::{CLASSES, Hazards};
@@ -52,6 +53,8 @@ use score::Scorer;
 use shadow::Shadow;
 use signal::{SIGNALS, Signals};
 
+use super::waiting::Turn;
+
 /// New uses between two looks at the tables: 1/32 of those so far, within these bounds.
 const REBUILD_MIN: u64 = 64;
 const REBUILD_MAX: u64 = 512;
@@ -59,6 +62,8 @@ const REBUILD_MAX: u64 = 512;
 /// weights.
 const FADE: f64 = 0.995;
 const FADE_SCORES: f64 = 0.9;
+/// `Mark::list` of a leaf that is kept: it stands in no cell.
+const KEPT: u8 = u8::MAX;
 /// Requests that run and are in the middle of a ghost.
 const CARRIED_MAX: usize = 256;
 
@@ -106,9 +111,6 @@ impl AdaptiveConfig {
 pub enum Hint {
     /// Tokens of the answer that was given.
     Answered(u32),
-    /// A request waits that will use it (a queue, a tool call under way). Counted: each look-up that ends there takes
-    /// one away. Kept longest, for a volume of one capacity.
-    Expected,
     /// The session is over: evicted first. Void when it is used again.
     Finished,
 }
@@ -116,7 +118,7 @@ pub enum Hint {
 /// What the order says about itself.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct AdaptiveStats {
-    /// Leaves in the orders of device and host.
+    /// Leaves in the orders of device and host, those kept included.
     pub leaves: [usize; 2],
     /// Evicted nodes remembered.
     pub ghosts: usize,
@@ -164,6 +166,8 @@ pub(super) struct Adaptive {
     carried: Vec<Carried>,
     marks: Vec<Mark>,
     tiers: [Cells; 2],
+    /// By tier: leaves that are kept, the last to be used first.
+    kept: [IndexHeap; 2],
     gains: Box<Gains>,
     /// Depths at which the next level of cost starts.
     levels: [u32; LEVELS - 1],
@@ -200,6 +204,7 @@ impl Adaptive {
             carried: Vec::new(),
             marks: Vec::new(),
             tiers: [cells.clone(), cells],
+            kept: Default::default(),
             gains: Box::new([[0.0; age::BINS]; cells::LISTS_ALL]),
             // Level k starts where a page costs 2^(k/2): knee * (2^(k/2) - 1).
             levels: [414, 1_000, 1_828, 3_000, 4_657, 7_000]
@@ -386,7 +391,6 @@ impl Adaptive {
     pub(super) fn ended(&mut self, at: u32, tick: u64, now: u64) {
         let mark = &mut self.marks[at as usize];
         (mark.fresh, mark.looked_up) = (false, true);
-        mark.expected = mark.expected.saturating_sub(1);
         mark.mean_gap = mean_gap(mark.mean_gap, mark.uses, now.saturating_sub(tick));
         mark.uses = mark.uses.saturating_add(1);
     }
@@ -431,15 +435,7 @@ impl Adaptive {
             self.marks.resize(prefix as usize + 1, Mark::default());
         }
         let old = &mut self.marks[suffix as usize];
-        let upper = Mark {
-            end: end as u32,
-            expected: 0,
-            standing: false,
-            cut: false,
-            tail: 0,
-            looked_up: false,
-            ..*old
-        };
+        let upper = Mark { end: end as u32, standing: false, cut: false, tail: 0, looked_up: false, ..*old };
         // The use goes with the part that is used or stays.
         old.sample = NO_SAMPLE;
         old.start = place(name, suffix_depth);
@@ -472,7 +468,6 @@ impl Adaptive {
         if up.uses > low.uses {
             (low.uses, low.mean_gap) = (up.uses, up.mean_gap);
         }
-        low.expected = low.expected.max(up.expected);
         self.shadow.shift(ticks, pages);
     }
 
@@ -506,17 +501,13 @@ impl Adaptive {
     }
 
     /// What the scheduler knows of a node. It is in no order: it leaves before and enters after. O(1).
-    pub(super) fn hint(&mut self, at: u32, hint: Hint, now: u64) {
+    pub(super) fn hint(&mut self, at: u32, hint: Hint) {
         let mark = &mut self.marks[at as usize];
         match hint {
             Hint::Answered(tokens) => {
                 let answer = half_octave(tokens.into()) as u8;
                 mark.filed &= answer == mark.answer;
                 mark.answer = answer;
-            }
-            Hint::Expected => {
-                mark.expected = mark.expected.saturating_add(1);
-                mark.tick = now;
             }
             Hint::Finished => mark.finished = true,
         }
@@ -528,20 +519,19 @@ impl Adaptive {
     #[inline]
     pub(super) fn enter(&mut self, tier: Tier, at: u32, leaf: &Leaf, now: u64) {
         let mark = &mut self.marks[at as usize];
-        let expected = mark.expected > 0;
-        mark.tick = if expected { mark.tick.max(leaf.tick) } else { leaf.tick };
+        mark.tick = leaf.tick;
         if !mark.filed {
             self.file(at, leaf, now);
         }
         let mark = &mut self.marks[at as usize];
-        if leaf.kept {
-            (mark.list, mark.filed) = (KEPT, false);
-        } else if expected {
-            (mark.list, mark.filed) = (EXPECTED, false);
-        } else if mark.finished {
+        mark.standing = true;
+        if let Some(turn) = leaf.kept {
+            (mark.list, mark.filed, mark.newer) = (KEPT, false, NIL);
+            return self.kept[index(tier)].set(at, (Turn::MAX - turn, leaf.tick));
+        }
+        if mark.finished {
             (mark.list, mark.filed) = (FINISHED, false);
         }
-        mark.standing = true;
         self.tiers[index(tier)].enter(&mut self.marks, at, now);
     }
 
@@ -559,14 +549,18 @@ impl Adaptive {
         // The chunks of a request that runs enter one by one, before they are locked; it is the whole that counts.
         mark.filed &= !mark.fresh;
         if std::mem::replace(&mut mark.standing, false) {
-            self.tiers[index(tier)].leave(&mut self.marks, at);
+            match mark.list {
+                KEPT => _ = self.kept[index(tier)].remove(at),
+                _ => self.tiers[index(tier)].leave(&mut self.marks, at),
+            }
         }
     }
 
     /// The next victim of a tier. O(1): at most 64 steps.
     pub(super) fn first(&mut self, tier: Tier, now: u64) -> Option<u32> {
         let tier = index(tier);
-        let found = self.tiers[tier].first(&mut self.marks, now, &self.gains, self.safe[tier])?;
+        let found = self.tiers[tier].first(&mut self.marks, now, &self.gains, self.safe[tier]);
+        let found = found.or_else(|| self.kept[tier].peek())?;
         // Where it will be remembered.
         self.ghosts.prefetch(self.marks[found as usize].start);
         Some(found)
@@ -589,15 +583,19 @@ impl Adaptive {
     }
 
     /// Shows the leaves of a tier in the order in which they would go, until `show` says stop.
-    pub(super) fn ahead(&self, tier: Tier, show: impl FnMut(u32) -> bool) {
+    pub(super) fn ahead(&self, tier: Tier, mut show: impl FnMut(u32) -> bool) {
         let tier = index(tier);
-        self.tiers[tier].ahead(&self.marks, &self.gains, self.safe[tier], show);
+        if self.tiers[tier].ahead(&self.marks, &self.gains, self.safe[tier], &mut show) {
+            let _ = self.kept[tier].in_order().all(show);
+        }
     }
 
     /// Leaves of a tier, each with whether it stands where its mark says: for `sanity`.
     pub(super) fn members(&self, tier: Tier) -> Vec<(u32, bool)> {
         let mut found = Vec::new();
         self.tiers[index(tier)].for_each(&self.marks, |at, sound| found.push((at, sound)));
+        let kept = self.kept[index(tier)].in_order();
+        found.extend(kept.map(|at| (at, self.marks[at as usize].list == KEPT)));
         found
     }
 
@@ -686,13 +684,7 @@ impl Adaptive {
                 cost *= if self.config.cost_knee_pages == 0 { 1.0 } else { ROOT_2 };
             }
         }
-        let capacity = self.config.capacity_pages;
-        for bin in 0..age::BINS {
-            let waits = self.ages.edge(bin) <= capacity;
-            self.gains[usize::from(EXPECTED)][bin] = if waits { f32::MAX / 2.0 } else { 0.0 };
-            self.gains[usize::from(KEPT)][bin] = f32::MAX;
-            self.gains[usize::from(FINISHED)][bin] = -1.0;
-        }
+        self.gains[usize::from(FINISHED)] = [-1.0; age::BINS];
         self.tiers.iter_mut().for_each(Cells::all_dirty);
     }
 
@@ -700,7 +692,7 @@ impl Adaptive {
     pub(super) fn stats(&self) -> AdaptiveStats {
         let fresh = |class| (self.hazards.gain(class, 0) * 1e6) as f32;
         AdaptiveStats {
-            leaves: [self.tiers[0].len(), self.tiers[1].len()],
+            leaves: [0, 1].map(|tier| self.tiers[tier].len() + self.kept[tier].len()),
             ghosts: self.ghosts.len(),
             samples: self.samples.len(),
             sample_stage: self.samples.stage(),

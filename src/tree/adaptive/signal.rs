@@ -2,6 +2,7 @@
 
 use super::age::half_octave;
 use super::mark::Mark;
+use crate::tree::waiting::Turn;
 
 /// What the tree knows of a leaf when it enters an order. Pages count from the root.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -18,8 +19,8 @@ pub(in crate::tree) struct Leaf {
     pub(in crate::tree) kids: u32,
     /// Highest priority of a request through it.
     pub(in crate::tree) priority: i32,
-    /// A session will come back for it.
-    pub(in crate::tree) kept: bool,
+    /// Kept: the turn of the first waiting request that will use it, the last turn there is if it is for sessions only.
+    pub(in crate::tree) kept: Option<Turn>,
 }
 
 /// Number of signals.
@@ -88,7 +89,7 @@ mod tests {
             reach: u32::MAX,
             kids: u32::MAX,
             priority: i32::MAX,
-            kept: true,
+            kept: Some(0),
         };
         let mark = Mark {
             mean_gap: u32::MAX,

@@ -1,11 +1,13 @@
 //! The tree itself, run on a workload: one page is one token, so a request costs about a microsecond and no byte is moved,
 //! while nodes, splits, merges, locks and orders are those of service.
 
+use std::collections::VecDeque;
+
 use sapwood::base::{NamespaceId, PageId};
 use sapwood::key::{Key, KeyView};
 use sapwood::pool::PagePool;
 use sapwood::tree::adaptive::{AdaptiveStats, Hint, SIGNAL_NAMES};
-use sapwood::tree::{DeviceEviction, InsertOpts, InsertOut, Policy, Tree, TreeConfig, Unbacked};
+use sapwood::tree::{DeviceEviction, InsertOpts, InsertOut, Policy, Tree, TreeConfig, Unbacked, WaiterId};
 
 use super::sim::{Outcome, cost};
 use super::work::{Job, Work};
@@ -55,9 +57,12 @@ struct Cache {
 
 impl Cache {
     /// Serves a request, in chunks of so many pages; pages hit.
-    fn serve(&mut self, tokens: &[u32], output_tokens: u32, chunk: u32) -> u32 {
+    fn serve(&mut self, tokens: &[u32], output_tokens: u32, chunk: u32, waiter: Option<WaiterId>) -> u32 {
         self.pages.clear();
         let (found, mut lock, _) = self.tree.match_and_lock(key(tokens), &mut self.pages);
+        if let Some(waiter) = waiter {
+            self.tree.stop_waiting(waiter).expect("it waited until now");
+        }
         let mut have = found.device_pages;
         let all = tokens.len() as u32;
         let node = loop {
@@ -109,20 +114,22 @@ pub(crate) fn run(
     };
     let text = Text::new(work);
     let mut outcome = Outcome { hits: vec![0; work.jobs.len()], saved: 0.0 };
-    let (mut tokens, mut told) = (Vec::new(), 0);
+    let (mut tokens, mut told, mut queue) = (Vec::new(), 0, VecDeque::new());
     for (number, job) in work.jobs.iter().enumerate() {
         while ahead > 0 && told < work.jobs.len().min(number + 1 + ahead) {
             text.write(work, &work.jobs[told], &mut tokens);
-            let node = cache.tree.peek(key(&tokens)).node;
-            // The root needs no hint.
-            let _ = cache.tree.hint(node, Hint::Expected);
+            queue.push_back(cache.tree.wait_for(key(&tokens)).expect("a key of this tree"));
             told += 1;
         }
+        let waiter = queue.pop_front();
         if u64::from(job.pages) >= capacity || job.pages == 0 {
+            if let Some(waiter) = waiter {
+                cache.tree.stop_waiting(waiter).expect("it waited until now");
+            }
             continue;
         }
         text.write(work, job, &mut tokens);
-        let hit = cache.serve(&tokens, job.output_tokens, CHUNK_TOKENS / work.page_tokens);
+        let hit = cache.serve(&tokens, job.output_tokens, CHUNK_TOKENS / work.page_tokens, waiter);
         outcome.hits[number] = hit;
         outcome.saved += cost(hit, knee);
     }

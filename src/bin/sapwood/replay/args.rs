@@ -72,6 +72,9 @@ pub(crate) struct Args {
     /// Who leaves the device and the host first
     #[arg(long, value_enum, default_value = "lru")]
     pub(crate) policy: Order,
+    /// Tell the cache what the next N requests will use, as a scheduler with so many in its queue can
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) queue: usize,
     /// Ranks of a tensor-parallel group, driven together: each has a device, a host tier and a store of its own, they are
     /// not equally fast, and all must decide alike
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = ranks)]

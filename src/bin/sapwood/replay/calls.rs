@@ -19,6 +19,7 @@ use super::model::Places;
 #[derive(Clone, Copy)]
 enum Kind {
     Match,
+    Expect,
     Prefetch,
     PollPrefetch,
     LoadBack,
@@ -30,8 +31,9 @@ enum Kind {
     Tick,
 }
 
-const NAMES: [&str; 10] = [
+const NAMES: [&str; 11] = [
     "match",
+    "expect",
     "prefetch",
     "poll_prefetch",
     "load_back",
@@ -174,6 +176,10 @@ impl Calls {
         tokens: &[u32],
     ) -> Result<MatchInfo, RunError> {
         self.on_request(Kind::Match, request, |cache, request| cache.match_prefix(request, tokens))
+    }
+
+    pub(crate) fn expect_prefix(&mut self, request: &mut OnRanks, tokens: &[u32]) -> Result<(), RunError> {
+        self.on_request(Kind::Expect, request, |cache, request| cache.expect_prefix(request, tokens))
     }
 
     /// `true`: the store is being asked.

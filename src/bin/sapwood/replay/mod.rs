@@ -13,6 +13,7 @@ mod error;
 mod hist;
 mod model;
 mod oracle;
+mod queue;
 mod report;
 mod saved;
 mod sched;

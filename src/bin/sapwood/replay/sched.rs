@@ -12,6 +12,7 @@ use super::calls::{Calls, OnRanks};
 use super::chart::Timeline;
 use super::error::RunError;
 use super::model::{Mismatch, Model};
+use super::queue::Queue;
 use super::report::Hits;
 use super::saved::Saved;
 use super::session::{Abort, Session, Waiting, end_tokens};
@@ -90,6 +91,7 @@ pub(crate) struct Scheduler<'a> {
     pub(crate) counts: Counts,
     pub(crate) timeline: Timeline,
     waiting: VecDeque<Waiting>,
+    queue: Queue,
     running: Vec<Session>,
     /// The first in the queue found no room; it is not tried again before somebody leaves.
     full: bool,
@@ -116,6 +118,7 @@ impl<'a> Scheduler<'a> {
             counts: Counts::default(),
             timeline: Timeline::default(),
             waiting: VecDeque::new(),
+            queue: Queue::default(),
             running: Vec::new(),
             full: false,
             sampled: 0,
@@ -128,6 +131,7 @@ impl<'a> Scheduler<'a> {
         loop {
             self.calls.tick(self.now)?;
             self.arrive();
+            self.queue.fill(self.args, self.jobs, &self.order, &mut self.calls)?;
             self.prefetch()?;
             self.admit()?;
             self.end_loads()?;
@@ -208,8 +212,10 @@ impl<'a> Scheduler<'a> {
         let mut at = 0;
         while at < self.waiting.len().min(SCAN_MAX) {
             if self.waiting[at].abort == Abort::Waiting {
-                if let Some(request) = self.waiting.remove(at).and_then(|gone| gone.request) {
-                    self.calls.abort(request)?;
+                let gone = self.waiting.remove(at);
+                if let Some(Waiting { job, request, .. }) = gone {
+                    self.queue.leave(job, &mut self.calls)?;
+                    request.map_or(Ok(()), |request| self.calls.abort(request))?;
                 }
                 self.counts.aborted += 1;
                 continue;
@@ -226,8 +232,9 @@ impl<'a> Scheduler<'a> {
                 continue;
             }
             let Some(waiting) = self.waiting.remove(at) else { return Ok(()) };
+            let job = waiting.job;
             match self.start(waiting)? {
-                Start::Ended => {}
+                Start::Ended => self.queue.leave(job, &mut self.calls)?,
                 Start::NoRoom(waiting) => {
                     self.waiting.insert(at, waiting);
                     self.full = true;
