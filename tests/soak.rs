@@ -175,6 +175,13 @@ impl Load {
         let token = |i: usize| trunk * 1000 + i as u32 + if i >= fork { branch } else { 0 };
         let tokens: Vec<u32> = (0..pages * PAGE + 1 + self.rng.below(PAGE)).map(token).collect();
         let mut request = self.cache.request(namespace);
+        // What the scheduler knows of it, right or wrong.
+        match self.rng.below(6) {
+            0 | 1 => self.cache.expect_prefix(&mut request, &tokens).unwrap(),
+            2 => self.cache.answered(&mut request, 7).unwrap(),
+            3 => self.cache.will_not_return(&mut request).unwrap(),
+            _ => {}
+        }
         let stage = match self.cache.prefetch(&mut request, &tokens).unwrap() {
             Prefetch::Started { .. } => Stage::Fetching,
             Prefetch::Refused(_) => Stage::Computing,

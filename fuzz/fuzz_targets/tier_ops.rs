@@ -14,9 +14,10 @@ use sapwood::base::{NamespaceId, OpId, Time};
 use sapwood::pool::Capacity;
 use sapwood::sim::{Call, Rig};
 use sapwood::tiers::{
-    Alloc, CoreConfig, Event, HostTier, PageOutcome, PrefetchConfig, PrefetchPolicy, RequestId, StoreConfig,
-    WritePolicy,
+    Alloc, CoreConfig, Event, Eviction, HostTier, PageOutcome, PrefetchConfig, PrefetchPolicy, RequestId,
+    StoreConfig, WritePolicy,
 };
+use sapwood::tree::SessionId;
 
 #[derive(Arbitrary, Clone, Copy, Debug)]
 enum Write {
@@ -55,6 +56,7 @@ struct Setup {
     loads_in_flight_max: Int<1, 3>,
     exclusive: bool,
     write_ahead_percent: Int<0, 100>,
+    learns: bool,
 }
 
 /// Tokens out of a small family: so many pages and a bit, leaving the trunk at page `fork`.
@@ -112,6 +114,13 @@ enum Op {
         store: Option<Store>,
     },
     NewStore(Store),
+    /// It waits in the queue.
+    Expect(u8),
+    Answered(u8, Int<0, 9>),
+    WillNotReturn(u8),
+    /// It is a turn of the session, which is opened if it is not open.
+    OfSession(u8),
+    CloseSession,
 }
 
 #[derive(Arbitrary, Debug)]
@@ -131,6 +140,7 @@ struct World {
     page_size: usize,
     other: NamespaceId,
     live: Vec<Live>,
+    session: Option<SessionId>,
     now: Time,
 }
 
@@ -178,6 +188,7 @@ fn config(setup: &Setup) -> CoreConfig {
         loads_in_flight_max: setup.loads_in_flight_max.0,
         exclusive: setup.exclusive,
         write_ahead_percent: setup.write_ahead_percent.0,
+        eviction: if setup.learns { Eviction::Adaptive } else { Eviction::Lru },
         ..CoreConfig::device_only(setup.page_size.0, Capacity::Pages(setup.device_pages.0))
     }
 }
@@ -283,12 +294,20 @@ impl World {
                 }));
             }
             Op::NewStore(to) => drop(self.rig.new_store(store(*to))),
+            Op::CloseSession => {
+                let closed = self.session.take().map(|session| self.rig.core.close_session(session));
+                assert!(closed.is_none_or(|closed| closed.is_ok()));
+            }
             Op::Match(which)
             | Op::Prefetch(which)
             | Op::Poll(which)
             | Op::LoadBack(which)
             | Op::Alloc(which, _)
             | Op::Publish(which, ..)
+            | Op::Expect(which)
+            | Op::Answered(which, _)
+            | Op::WillNotReturn(which)
+            | Op::OfSession(which)
             | Op::Finish(which)
             | Op::Abort(which) => {
                 if let Some(at) = self.pick(*which) {
@@ -313,6 +332,13 @@ impl World {
             Op::Alloc(_, pages) => drop(self.rig.alloc(id, pages.0)),
             Op::Publish(_, pages, inside) => {
                 self.publish(at, pages.0 as usize * self.page_size + inside.0 as usize);
+            }
+            Op::Expect(_) => assert_eq!(self.rig.core.expect_prefix(id, &tokens), Ok(())),
+            Op::Answered(_, said) => assert_eq!(self.rig.core.answered(id, said.0), Ok(())),
+            Op::WillNotReturn(_) => assert_eq!(self.rig.core.will_not_return(id), Ok(())),
+            Op::OfSession(_) => {
+                let session = *self.session.get_or_insert_with(|| self.rig.core.open_session());
+                assert_eq!(self.rig.core.set_session(id, session), Ok(()));
             }
             Op::Finish(_) => self.close(at, true),
             _ => self.close(at, false),
@@ -356,7 +382,7 @@ fuzz_target!(|input: Input| {
     let mut rig = Rig::new(config(&input.setup)).ticked_by_hand();
     let other = rig.namespace("other");
     let page_size = input.setup.page_size.0 as usize;
-    let mut world = World { rig, page_size, other, live: Vec::new(), now: Time::ZERO };
+    let mut world = World { rig, page_size, other, live: Vec::new(), session: None, now: Time::ZERO };
     for op in input.ops.iter().take(200) {
         world.run(op);
     }

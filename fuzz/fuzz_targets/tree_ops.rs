@@ -57,6 +57,10 @@ enum Call {
     ReleaseWindow(u8),
     Refer(u8, Key),
     CloseSession(u8),
+    WaitFor(Key),
+    StopWaiting(u8),
+    LoadTwice(Key, Int<1, 3>, bool),
+    Overtake(Key, Int<1, 3>),
 }
 
 #[derive(Arbitrary, Debug)]
@@ -102,6 +106,10 @@ fn step(call: Call) -> Step {
         Call::ReleaseWindow(i) => Step::ReleaseWindow(usize::from(i)),
         Call::Refer(i, key) => Step::Refer(usize::from(i), row(key)),
         Call::CloseSession(i) => Step::CloseSession(usize::from(i)),
+        Call::WaitFor(key) => Step::WaitFor(row(key)),
+        Call::StopWaiting(i) => Step::StopWaiting(usize::from(i)),
+        Call::LoadTwice(key, less, fails) => Step::LoadTwice(row(key), less.0, fails),
+        Call::Overtake(key, less) => Step::Overtake(row(key), less.0),
     }
 }
 

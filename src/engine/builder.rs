@@ -290,7 +290,7 @@ impl Builder {
         self
     }
 
-    /// See [`CoreConfig::eviction`]. Default: least recently used.
+    /// See [`CoreConfig::eviction`]. Default: the order that learns.
     pub fn eviction(mut self, eviction: Eviction) -> Self {
         self.eviction = eviction;
         self

@@ -253,6 +253,11 @@ impl PrefixCache {
         Ok(self.core.will_not_return(request.id())?)
     }
 
+    /// See [`Core::answered`].
+    pub fn answered(&mut self, request: &mut Request, tokens: u32) -> Result<(), CacheError> {
+        Ok(self.core.answered(request.id(), tokens)?)
+    }
+
     /// See [`Core::expect_prefix`].
     pub fn expect_prefix(&mut self, request: &mut Request, tokens: &[u32]) -> Result<(), CacheError> {
         Ok(self.core.expect_prefix(request.id(), tokens)?)

@@ -296,7 +296,8 @@ impl World {
                 self.all(|rig| rig.core.close_session(session)).expect("it is open");
             }
             3 => self.all(|rig| rig.core.will_not_return(id)).expect("it is known"),
-            4 => self.all(|rig| rig.core.expect_prefix(id, tokens)).expect("it is known"),
+            4 | 5 => self.all(|rig| rig.core.expect_prefix(id, tokens)).expect("it is known"),
+            6 => self.all(|rig| rig.core.answered(id, 100)).expect("it is known"),
             _ => {}
         }
     }

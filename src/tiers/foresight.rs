@@ -72,11 +72,24 @@ impl Core {
         }
     }
 
+    /// The answer had so many tokens, where those that are published at the end do not say so: what was thought, or is said to
+    /// nobody, is no part of the next prompt and not worth a page, but how long it was tells who comes back. Void under an order
+    /// that does not learn. O(1).
+    ///
+    /// # Errors
+    /// Unknown request.
+    pub fn answered(&mut self, id: RequestId, tokens: u32) -> Result<(), CoreError> {
+        self.record(|| Op::Answered(id, tokens));
+        self.request_mut(id)?.answer_tokens = Some(tokens);
+        Ok(())
+    }
+
     /// A request has finished with so many tokens: what that says of who comes back.
     pub(super) fn foretell(&mut self, id: RequestId, tokens: usize) {
         let Some(request) = self.requests.get(id.0) else { return };
         let Some(node) = request.node.filter(|_| request.counted > 0) else { return };
-        let answer = (tokens as u32).saturating_sub(request.prompt_tokens);
+        let said = (tokens as u32).saturating_sub(request.prompt_tokens);
+        let answer = request.answer_tokens.unwrap_or(said);
         let last_turn = request.last_turn;
         let mut told = self.tree.hint(node, Hint::Answered(answer));
         if last_turn {

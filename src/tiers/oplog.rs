@@ -61,6 +61,8 @@ pub enum Op {
     SetSession(RequestId, SessionId),
     /// [`Core::will_not_return`].
     WillNotReturn(RequestId),
+    /// [`Core::answered`].
+    Answered(RequestId, u32),
     /// [`Core::expect_prefix`].
     ExpectPrefix(RequestId, Vec<u32>),
     /// [`Core::detach_host`].
@@ -133,6 +135,7 @@ impl Op {
             Op::CloseSession(session) => drop(core.close_session(*session)),
             Op::SetSession(id, session) => drop(core.set_session(*id, *session)),
             Op::WillNotReturn(id) => drop(core.will_not_return(*id)),
+            Op::Answered(id, tokens) => drop(core.answered(*id, *tokens)),
             Op::ExpectPrefix(id, tokens) => drop(core.expect_prefix(*id, tokens)),
             Op::DetachHost => drop(core.detach_host()),
             Op::AttachHost(tier) => drop(core.attach_host(*tier)),
@@ -274,6 +277,7 @@ impl fmt::Display for Op {
                 line = format!("{} {}", with("set-session", id), key_text(session.0));
             }
             Op::WillNotReturn(id) => line = with("will-not-return", id),
+            Op::Answered(id, tokens) => line = format!("{} {tokens}", with("answered", id)),
             Op::ExpectPrefix(id, tokens) => {
                 line = with("expect", id);
                 words(&mut line, tokens);
@@ -477,6 +481,7 @@ impl FromStr for Op {
             "close-session" => Op::CloseSession(SessionId(w.key()?)),
             "set-session" => Op::SetSession(w.id()?, SessionId(w.key()?)),
             "will-not-return" => Op::WillNotReturn(w.id()?),
+            "answered" => Op::Answered(w.id()?, w.number()?),
             "expect" => Op::ExpectPrefix(w.id()?, w.rest()?),
             "detach-host" => Op::DetachHost,
             "attach-host" => Op::AttachHost(HostTier {
@@ -711,6 +716,7 @@ mod tests {
             Op::CloseSession(SessionId(SlabKey { index: 1, generation: 2 })),
             Op::SetSession(id, SessionId(SlabKey { index: 0, generation: 9 })),
             Op::WillNotReturn(id),
+            Op::Answered(id, 70),
             Op::ExpectPrefix(id, vec![4, 5]),
             Op::DetachHost,
             Op::AttachHost(HostTier {

@@ -51,6 +51,8 @@ pub(super) struct Request {
     pub(super) names: Option<PageNames>,
     /// Tokens of its prompt, as far as it was told.
     pub(super) prompt_tokens: u32,
+    /// Tokens of its answer, if it was told.
+    pub(super) answer_tokens: Option<u32>,
     /// Session whose turn it is.
     pub(super) session: Option<SessionId>,
     /// Nobody will come back for what it publishes.
@@ -87,6 +89,7 @@ impl Request {
             state: None,
             names: None,
             prompt_tokens: 0,
+            answer_tokens: None,
             session: None,
             last_turn: false,
             waiter: None,

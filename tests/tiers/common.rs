@@ -2,7 +2,7 @@
 
 use sapwood::pool::Capacity;
 use sapwood::sim::Rig;
-use sapwood::tiers::{Alloc, CoreConfig, PrefetchConfig, PrefetchPolicy, StoreConfig, WritePolicy};
+use sapwood::tiers::{Alloc, CoreConfig, Eviction, PrefetchConfig, PrefetchPolicy, StoreConfig, WritePolicy};
 
 pub const PAGE: u32 = 4;
 
@@ -21,8 +21,10 @@ pub fn t1(letters: &str) -> Vec<u32> {
 pub const WT1: WritePolicy = WritePolicy::WriteThrough { threshold: 1 };
 pub const WT2: WritePolicy = WritePolicy::WriteThrough { threshold: 2 };
 
+/// Least recently used: the stories say who goes next, page by page.
 pub fn config(device: u32, host: u32, write: WritePolicy) -> CoreConfig {
     CoreConfig {
+        eviction: Eviction::Lru,
         host: Capacity::Pages(host),
         write,
         prefetch: PrefetchConfig {

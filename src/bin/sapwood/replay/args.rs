@@ -70,9 +70,9 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value = "write-through")]
     pub(crate) write_policy: Policy,
     /// Who leaves the device and the host first
-    #[arg(long, value_enum, default_value = "lru")]
+    #[arg(long, value_enum, default_value = "adaptive")]
     pub(crate) policy: Order,
-    /// Tell the cache what the next N requests will use, as a scheduler with so many in its queue can
+    /// Tell the cache what up to N waiting requests will use; with `--sequential`, where nobody waits, what the next N will
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) queue: usize,
     /// Ranks of a tensor-parallel group, driven together: each has a device, a host tier and a store of its own, they are

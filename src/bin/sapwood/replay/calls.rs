@@ -19,7 +19,7 @@ use super::model::Places;
 #[derive(Clone, Copy)]
 enum Kind {
     Match,
-    Expect,
+    Hint,
     Prefetch,
     PollPrefetch,
     LoadBack,
@@ -33,7 +33,7 @@ enum Kind {
 
 const NAMES: [&str; 11] = [
     "match",
-    "expect",
+    "hint",
     "prefetch",
     "poll_prefetch",
     "load_back",
@@ -179,7 +179,12 @@ impl Calls {
     }
 
     pub(crate) fn expect_prefix(&mut self, request: &mut OnRanks, tokens: &[u32]) -> Result<(), RunError> {
-        self.on_request(Kind::Expect, request, |cache, request| cache.expect_prefix(request, tokens))
+        self.on_request(Kind::Hint, request, |cache, request| cache.expect_prefix(request, tokens))
+    }
+
+    /// How long the answer was that is not cached.
+    pub(crate) fn answered(&mut self, request: &mut OnRanks, tokens: u32) -> Result<(), RunError> {
+        self.on_request(Kind::Hint, request, |cache, request| cache.answered(request, tokens))
     }
 
     /// `true`: the store is being asked.

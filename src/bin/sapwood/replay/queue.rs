@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use super::args::Args;
 use super::calls::{Calls, OnRanks};
 use super::error::RunError;
 use super::tokens::expand;
@@ -20,15 +19,15 @@ pub(crate) struct Queue {
 }
 
 impl Queue {
-    /// Tells of the next jobs of `order` until as many wait as `--queue` says.
+    /// Tells of the next jobs of `order` until `most` wait.
     pub(crate) fn fill(
         &mut self,
-        args: &Args,
+        most: usize,
         jobs: &[Job],
         order: &[usize],
         calls: &mut Calls,
     ) -> Result<(), RunError> {
-        while self.waiting.len() < args.queue
+        while self.waiting.len() < most
             && let Some(&job) = order.get(self.told)
         {
             self.told += 1;

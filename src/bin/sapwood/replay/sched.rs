@@ -131,7 +131,7 @@ impl<'a> Scheduler<'a> {
         loop {
             self.calls.tick(self.now)?;
             self.arrive();
-            self.queue.fill(self.args, self.jobs, &self.order, &mut self.calls)?;
+            self.tell_queue()?;
             self.prefetch()?;
             self.admit()?;
             self.end_loads()?;
@@ -184,6 +184,12 @@ impl<'a> Scheduler<'a> {
             let abort = Abort::draw(self.args, index, end_tokens(job, !self.args.no_decode));
             self.waiting.push_back(Waiting::new(index, known, abort));
         }
+    }
+
+    /// Tells the cache of who waits: of what has arrived, or where requests come one by one, of those that are next.
+    fn tell_queue(&mut self) -> Result<(), RunError> {
+        let known = if self.args.sequential { self.order.len() } else { self.arrived };
+        self.queue.fill(self.args.queue, self.jobs, &self.order[..known], &mut self.calls)
     }
 
     /// Has the store asked for what the other tiers lack of the next requests. Not of all that wait: what is fetched
@@ -453,7 +459,10 @@ impl<'a> Scheduler<'a> {
             let prefilling = session.backlog() > 0;
             session.kv = p.to;
             if session.finished() {
-                let session = self.running.remove(p.session);
+                let mut session = self.running.remove(p.session);
+                if self.args.no_decode {
+                    self.calls.answered(&mut session.request, self.jobs[session.job].output_tokens)?;
+                }
                 self.calls.finish(session.request, &session.tokens, &fence)?;
                 self.counts.finished += 1;
                 self.full = false;
