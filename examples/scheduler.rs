@@ -3,6 +3,7 @@
 //! The "model" writes one byte per token where KV would go, and says what the previous token and its position
 //! make. Run it with `cargo run --example scheduler`.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -37,11 +38,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // Chats that share a system prompt of 160 tokens; later turns repeat the earlier ones.
     let system: Vec<u32> = (0..160).collect();
-    let mut queue: Vec<Vec<u32>> = Vec::new();
-    for turn in (1..=3).rev() {
-        for chat in 0..6 {
+    let mut queue: VecDeque<(Request, Vec<u32>)> = VecDeque::new();
+    for turn in 1..=3 {
+        for chat in (0..6).rev() {
             let said = (0..turn * 60).map(|i| 1_000 * (chat + 1) + i);
-            queue.push(system.iter().copied().chain(said).collect());
+            let tokens: Vec<u32> = system.iter().copied().chain(said).collect();
+            // The cache is told of the queue, so that it keeps what those who wait will use.
+            let mut request = cache.request(namespace);
+            cache.expect_prefix(&mut request, &tokens)?;
+            queue.push_back((request, tokens));
         }
     }
     let mut running: Vec<Running> = Vec::new();
@@ -52,16 +57,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
         // Admission: match, restore from the host, take the pages of the prompt.
         while running.len() < 4 {
-            let Some(tokens) = queue.pop() else { break };
-            let mut request = cache.request(namespace);
+            let Some((mut request, tokens)) = queue.pop_front() else { break };
             // One token at least is computed, so the last one is not part of the match.
             let found = cache.match_prefix(&mut request, &tokens[..tokens.len() - 1])?;
             cache.load_back(&mut request)?;
             let cached = cache.pages(&request)?.len();
             let fresh = tokens.len().div_ceil(PAGE) - cached;
             if cache.alloc(&mut request, fresh as u32)? != Alloc::Granted {
-                // Dropping the guard gives everything back.
-                queue.push(tokens);
+                // Lets go of what was found; the request keeps its place in the queue.
+                cache.match_prefix(&mut request, &[])?;
+                queue.push_front((request, tokens));
                 break;
             }
             hit += cached * PAGE;
