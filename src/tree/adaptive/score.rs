@@ -13,6 +13,8 @@ use super::signal::{SIGNALS, Signals, WEIGHTS};
 const STEP: f32 = 0.2;
 /// Start of the sum of squares, in squared pages; keeps the first steps small.
 const SQUARES_START: f32 = 1.0;
+/// Log odds of a use in an octave of age before anything is known; chosen as the priors of `hazard` were.
+const OFFSET_START: f32 = -2.0;
 /// Scores are counted from -RANGE to RANGE in so many buckets.
 const BUCKETS: usize = 256;
 const RANGE: f32 = 8.0;
@@ -46,7 +48,7 @@ impl Scorer {
     pub(super) fn new() -> Scorer {
         let zero = Weight { value: 0.0, squares: SQUARES_START };
         Scorer {
-            offset: [Weight { value: -3.0, ..zero }; OCTAVES],
+            offset: [Weight { value: OFFSET_START, ..zero }; OCTAVES],
             weights: vec![zero; WEIGHTS],
             counts: vec![0.0; BUCKETS],
             classes: vec![0; BUCKETS],
