@@ -79,7 +79,7 @@ impl Tree {
         let mut aside = Vec::new();
         let mut reported: Map<u32, u32> = Map::default();
         while left > 0 {
-            let Some(at) = self.orders.heap_top(DEVICE_ORDERS) else { break };
+            let Some(at) = self.orders.heap_top(&mut self.arena, DEVICE_ORDERS) else { break };
             let tail = self.orders.policy.tail_pages(&facts(&self.arena.nodes[at as usize]));
             self.cut_tail(at, left.min(tail));
             let node = &self.arena.nodes[at as usize];
@@ -94,21 +94,21 @@ impl Tree {
             } else {
                 out.needs_backup.push(self.arena.id(at));
                 out.needs_backup_pages += pages;
-                self.orders.take_from_device_heaps(at);
+                self.orders.take_from_device_heaps(&mut self.arena, at);
                 aside.push(at);
                 *reported.entry(parent).or_insert(0) += 1;
             }
             let up = &self.arena.nodes[parent as usize];
             let all_reported = up.kids_device > 0 && reported.get(&parent) == Some(&up.kids_device);
             if all_reported && parent != ROOT && up.locks == 0 {
-                self.orders.put_in_device_heap(&self.arena, parent);
+                self.orders.put_in_device_heap(&mut self.arena, parent);
                 aside.push(parent);
             }
         }
         // Back to what their states say.
         for at in aside {
-            self.orders.take_from_device_heaps(at);
-            self.orders.rekey(&self.arena, at);
+            self.orders.take_from_device_heaps(&mut self.arena, at);
+            self.orders.rekey(&mut self.arena, at);
         }
     }
 
@@ -203,7 +203,7 @@ impl Tree {
         self.tick();
         let mut done = HostEviction::default();
         while done.freed_pages < want_pages {
-            let Some(at) = self.orders.first_host() else { break };
+            let Some(at) = self.orders.first_host(&mut self.arena) else { break };
             let node = &self.arena.nodes[at as usize];
             if node.kids > 0 || !HOST_ORDERS.contains(&node.listed) {
                 debug_assert!(false, "the oldest node of the host order is a leaf");
@@ -254,7 +254,7 @@ impl Tree {
         if let Some(adaptive) = &self.orders.adaptive {
             let mut ahead = std::mem::take(&mut self.ahead);
             ahead.clear();
-            adaptive.ahead(Tier::Device, |at| {
+            adaptive.ahead(&self.arena.nodes, Tier::Device, |at| {
                 let node = &self.arena.nodes[at as usize];
                 ahead.push(self.arena.id(at));
                 if node.host == Residency::Absent && self.reports(node, Unbacked::Report) {

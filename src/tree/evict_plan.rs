@@ -162,23 +162,23 @@ impl Tree {
         // What is planned steps aside, so that what comes next stands at the top.
         let mut aside: Vec<u32> = plan.nodes().map(|node| node.index).collect();
         for &at in &aside {
-            self.orders.take_from_device_heaps(at);
+            self.orders.take_from_device_heaps(&mut self.arena, at);
         }
         for at in aside.clone() {
             self.offer_parent(at, plan, &mut aside);
         }
         while left > 0 {
-            let Some(at) = self.orders.heap_top(DEVICE_ORDERS) else { break };
+            let Some(at) = self.orders.heap_top(&mut self.arena, DEVICE_ORDERS) else { break };
             let tail = self.orders.policy.tail_pages(&facts(&self.arena.nodes[at as usize]));
             self.cut_tail(at, left.min(tail));
             left -= self.add_victim(at, unbacked, plan);
-            self.orders.take_from_device_heaps(at);
+            self.orders.take_from_device_heaps(&mut self.arena, at);
             aside.push(at);
             self.offer_parent(at, plan, &mut aside);
         }
         for at in aside {
-            self.orders.take_from_device_heaps(at);
-            self.orders.rekey(&self.arena, at);
+            self.orders.take_from_device_heaps(&mut self.arena, at);
+            self.orders.rekey(&mut self.arena, at);
         }
         want_pages - left
     }
@@ -189,7 +189,7 @@ impl Tree {
         let up = &self.arena.nodes[parent as usize];
         let all = plan.planned.get(&parent) == Some(&up.kids_device);
         if parent != ROOT && up.locks == 0 && all && !plan.slots.contains(&parent) {
-            self.orders.put_in_device_heap(&self.arena, parent);
+            self.orders.put_in_device_heap(&mut self.arena, parent);
             aside.push(parent);
         }
     }

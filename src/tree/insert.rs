@@ -5,7 +5,7 @@ use crate::base::{PageId, Tier};
 use crate::key::{Key, PageNames};
 
 use super::node::{NO_PAGE, ROOT, Residency};
-use super::walk::Walk;
+use super::walk::{Walk, page_name};
 use super::{DeviceLock, InsertComponents, InsertOpts, InsertOut, Inserted, Tree, TreeError};
 
 impl Tree {
@@ -263,7 +263,8 @@ impl Tree {
         let (from, whole) = (from as usize, pages.len());
         let range = from * p..whole * p + self.view.overlap();
         let rest = Key { tokens: &key.tokens[range.clone()], ..key };
-        self.orders.foresee(key.ns, &rest.tokens[..p + self.view.overlap()], from as u32);
+        let first = page_name(key.ns, &rest.tokens[..p + self.view.overlap()]);
+        self.orders.foresee(first, from as u32);
         let run = match names.filter(|names| self.are_named(parent, rest, names)) {
             Some(names) => self.arena.add_run_of(names, range, from as u32..whole as u32, parent),
             None => {
@@ -277,7 +278,7 @@ impl Tree {
                 run
             }
         };
-        let at = self.add_leaf(parent, key.ns, run);
+        let at = self.add_leaf(parent, key.ns, run, first);
         self.arena.set_pages(at, Tier::Device, &pages[from..]);
         self.arena.nodes[at as usize].priority = i32::MIN;
         self.set_device(at, Residency::Present);

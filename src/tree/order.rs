@@ -6,11 +6,11 @@
 
 use std::cmp::Reverse;
 
+use crate::base::Tier;
 use crate::base::heap::{HeapKey, IndexHeap};
 use crate::base::plant::{Plant, is_planted};
-use crate::base::{NamespaceId, Tier};
 
-use super::adaptive::{Adaptive, Hint, Leaf, page_name};
+use super::adaptive::{Adaptive, Hint, Leaf, Names};
 use super::component::COMPONENTS;
 use super::node::{Arena, DEVICE_ORDERS, HOST_ORDERS, Links, Listed, NIL, Node, ROOT, Residency};
 use super::policy::{NodeFacts, Policy};
@@ -224,25 +224,25 @@ impl Orders {
     }
 
     /// First node to go of the host order.
-    pub(super) fn first_host(&mut self) -> Option<u32> {
+    pub(super) fn first_host(&mut self, arena: &mut Arena) -> Option<u32> {
         if !self.policy.is_list() {
-            return self.heap_top(HOST_ORDERS);
+            return self.heap_top(arena, HOST_ORDERS);
         }
         HOST_ORDERS.iter().map(|&listed| self.lists[listed as usize].oldest).find(|&at| at != NIL)
     }
 
     /// First node to go of a tier's two heaps.
-    pub(super) fn heap_top(&mut self, orders: [Listed; 2]) -> Option<u32> {
+    pub(super) fn heap_top(&mut self, arena: &mut Arena, orders: [Listed; 2]) -> Option<u32> {
         if let Some(adaptive) = &mut self.adaptive {
-            return adaptive.first(tier_of(orders[0]), self.tick);
+            return adaptive.first(&mut arena.nodes, tier_of(orders[0]), self.tick);
         }
         orders.iter().find_map(|&listed| self.heaps[listed as usize].peek())
     }
 
     /// Takes a node out of the device heaps for the duration of one eviction.
-    pub(super) fn take_from_device_heaps(&mut self, at: u32) {
+    pub(super) fn take_from_device_heaps(&mut self, arena: &mut Arena, at: u32) {
         for listed in DEVICE_ORDERS {
-            self.set_aside(listed, at);
+            self.set_aside(arena, listed, at);
         }
     }
 
@@ -392,7 +392,7 @@ impl Orders {
         match (listed, self.policy.is_list()) {
             (Listed::Nowhere, _) => {}
             (_, true) => unlink(&mut arena.nodes, &mut self.lists[listed as usize], at, order_links),
-            (_, false) => self.set_aside(listed, at),
+            (_, false) => self.set_aside(arena, listed, at),
         }
     }
 
@@ -406,7 +406,7 @@ impl Orders {
             return;
         }
         if !self.policy.is_list() {
-            return self.set_aside(listed, at);
+            return self.set_aside(arena, listed, at);
         }
         let newer = node.order.newer;
         if (stretch.next, stretch.listed) != (at, listed) {
@@ -436,49 +436,55 @@ impl Orders {
     }
 
     /// Takes a leaf out of an order, or not if it is not in; never of a list.
-    fn set_aside(&mut self, listed: Listed, at: u32) {
+    fn set_aside(&mut self, arena: &mut Arena, listed: Listed, at: u32) {
         match &mut self.adaptive {
-            Some(adaptive) => adaptive.leave(tier_of(listed), at),
+            Some(adaptive) => adaptive.leave(&mut arena.nodes, tier_of(listed), at),
             None => _ = self.heaps[listed as usize].remove(at),
         }
     }
 
     /// Puts a leaf into an order, at the place that is right for it now; never of a list.
-    fn put(&mut self, arena: &Arena, listed: Listed, at: u32) {
+    fn put(&mut self, arena: &mut Arena, listed: Listed, at: u32) {
         let node = &arena.nodes[at as usize];
         match &mut self.adaptive {
             Some(adaptive) => {
-                adaptive.leave(tier_of(listed), at);
-                adaptive.enter(tier_of(listed), at, &leaf(&self.turns, at, node), self.tick);
+                let (tier, leaf) = (tier_of(listed), leaf(&self.turns, at, node));
+                adaptive.leave(&mut arena.nodes, tier, at);
+                adaptive.enter(&mut arena.nodes, tier, at, &leaf, self.tick);
             }
             None => self.heaps[listed as usize].set(at, self.policy.key(&facts(node))),
         }
     }
 
     /// Puts a node into the device heap that it belongs to, as if it were a leaf.
-    pub(super) fn put_in_device_heap(&mut self, arena: &Arena, at: u32) {
+    pub(super) fn put_in_device_heap(&mut self, arena: &mut Arena, at: u32) {
         let kept = arena.nodes[at as usize].refs > 0;
         self.put(arena, DEVICE_ORDERS[usize::from(kept)], at);
     }
 
-    /// A node of this first page will be made, but its tokens are copied first.
+    /// A look-up will find this node.
     #[inline]
-    pub(super) fn foresee(&self, ns: NamespaceId, first_page: &[u32], depth: u32) {
+    pub(super) fn prefetch_match(&self, at: u32) {
         if let Some(adaptive) = &self.adaptive {
-            adaptive.foresee(page_name(ns.0, first_page), depth);
+            adaptive.prefetch(at);
         }
     }
 
-    /// A node was made; `name` names its pages.
-    pub(super) fn created(&mut self, arena: &Arena, at: u32, name: impl Fn(u32) -> u64) {
+    /// A node whose first page has this name will be made, but its tokens are copied first.
+    #[inline]
+    pub(super) fn foresee(&self, first_page: u64, depth: u32) {
+        if let Some(adaptive) = &self.adaptive {
+            adaptive.foresee(first_page, depth);
+        }
+    }
+
+    /// A node was made.
+    #[inline]
+    pub(super) fn created(&mut self, arena: &Arena, at: u32, names: Names<'_>) {
         if let Some(adaptive) = &mut self.adaptive {
             let node = &arena.nodes[at as usize];
-            adaptive.created(
-                at,
-                (node.parent != ROOT).then_some(node.parent),
-                &leaf(&self.turns, at, node),
-                name,
-            );
+            let leaf = leaf(&self.turns, at, node);
+            adaptive.created(at, (node.parent != ROOT).then_some(node.parent), &leaf, names);
         }
     }
 
@@ -487,10 +493,11 @@ impl Orders {
     #[inline]
     pub(super) fn matched(&mut self, arena: &mut Arena, path: &[u32], pages: u32) {
         if let Some(adaptive) = &mut self.adaptive {
-            let (now, mut lru_pages, mut last) = (self.tick, 0, None);
             if path.last().is_some_and(|&at| adaptive.repeats(at)) {
-                return path.iter().rev().for_each(|&at| self.touch(arena, at));
+                // The touch or the release that follows is all there is to it.
+                return;
             }
+            let (now, mut lru_pages, mut last) = (self.tick, 0, None);
             for &at in path {
                 let node = &arena.nodes[at as usize];
                 lru_pages += adaptive.used(node.tick, now, node.pages);
@@ -516,9 +523,10 @@ impl Orders {
             Listed::Nowhere => return adaptive.hint(at, hint),
             listed => tier_of(listed),
         };
-        adaptive.leave(tier, at);
+        adaptive.leave(&mut arena.nodes, tier, at);
         adaptive.hint(at, hint);
-        adaptive.enter(tier, at, &leaf(&self.turns, at, &arena.nodes[at as usize]), self.tick);
+        let leaf = leaf(&self.turns, at, &arena.nodes[at as usize]);
+        adaptive.enter(&mut arena.nodes, tier, at, &leaf, self.tick);
     }
 
     /// An insert brought nothing new: it ended in this node.
@@ -638,7 +646,7 @@ impl Orders {
     }
 
     /// After a change of what the policy looks at.
-    pub(super) fn rekey(&mut self, arena: &Arena, at: u32) {
+    pub(super) fn rekey(&mut self, arena: &mut Arena, at: u32) {
         if self.policy.is_list() {
             return;
         }
@@ -689,7 +697,8 @@ impl Orders {
         if self.policy.is_list() && listed != Listed::Nowhere {
             arena.nodes[prefix as usize].listed = listed;
             link_above(&mut arena.nodes, &mut self.lists[listed as usize], prefix, suffix, order_links);
-        } else {
+        } else if self.adaptive.is_none() {
+            // The order that learns leaves the suffix where it stands: it is about to go, or to be scored at its next use.
             self.rekey(arena, suffix);
         }
         if self.old_mirrors.remove(suffix) {

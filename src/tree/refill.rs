@@ -8,6 +8,7 @@ use crate::base::{NodeId, PageId};
 use crate::key::{Key, PageHash, PageNames};
 
 use super::node::{ROOT, Residency};
+use super::walk::page_name;
 use super::{BackupRule, DropReason, HostInsert, Tree, TreeError};
 
 /// Names that come with a refill.
@@ -220,7 +221,8 @@ impl Tree {
         {
             self.arena.set_hashes(run, 0, hashes);
         }
-        let at = self.add_leaf(parent, rest.ns, run);
+        let first = page_name(rest.ns, &tokens[..p + self.view.overlap()]);
+        let at = self.add_leaf(parent, rest.ns, run, first);
         self.arena.nodes[at as usize].priority = self.arena.nodes[parent as usize].priority;
         if self.orders.policy.uses_reach() {
             self.arena.nodes[at as usize].reach = self.arena.nodes[at as usize].end();

@@ -9,7 +9,7 @@ use crate::key::{Key, hash_pages};
 use super::node::{DEVICE_ORDERS, HOST_ORDERS, Listed, NIL, NO_PAGE, Node, ROOT, Residency};
 use super::op::OpKind;
 use super::order::{Ends, Orders, facts, mirror_key};
-use super::walk::tag_of;
+use super::walk::{page_name, tag_of};
 use super::{BackupRule, Tree, TreeStats};
 
 pub(super) struct Report(Vec<Violation>);
@@ -198,7 +198,7 @@ impl Tree {
         // The walk must come back here, and so finds siblings that share a first page.
         let first = &self.tokens_of(at)[..self.page_size as usize + self.view.overlap()];
         let walk = self.walk(n.parent, Key { ns: n.ns, tokens: first, view: self.view }, |_, _| {});
-        let found = walk.last == at && n.tag == tag_of(n.parent, n.ns, first);
+        let found = walk.last == at && n.tag == tag_of(n.parent, page_name(n.ns, first));
         report.must(found, "reachable", format_args!("a walk to node {at} ends at {}", walk.last));
         if self.hashing {
             let mut want = Vec::new();
@@ -280,7 +280,7 @@ impl Tree {
                 let members: Vec<u32> =
                     sound.iter().copied().filter(|&at| orders.contains(&self.node(at).listed)).collect();
                 let tier = if tier == Listed::Device { Tier::Device } else { Tier::Host };
-                let found = adaptive.members(tier);
+                let found = adaptive.members(&self.arena.nodes, tier);
                 let mut standing: Vec<u32> = found.iter().map(|f| f.0).collect();
                 standing.sort_unstable();
                 report.must(

@@ -1,18 +1,20 @@
 //! Links between nodes: add, split, merge, remove. The only writer of parents, children, tags and ranges.
 
-use crate::base::Tier;
 use crate::base::plant::{Plant, is_planted};
+use crate::base::{NamespaceId, Tier};
 
 use super::Tree;
-use super::adaptive::page_name;
+use super::adaptive::{Names, end_name};
 use super::kept::ends_between;
 use super::node::{Links, Listed, NIL, Node, ROOT, Residency};
-use super::walk::tag_of;
+use super::walk::{page_name, tag_of};
 
 impl Tree {
-    fn tag_under(&self, parent: u32, at: u32) -> u32 {
+    /// Name of the first page of a node.
+    #[inline]
+    fn first_name(&self, at: u32) -> u64 {
         let first = self.page_size as usize + self.view.overlap();
-        tag_of(parent, self.arena.nodes[at as usize].ns, &self.tokens_of(at)[..first])
+        page_name(self.arena.nodes[at as usize].ns, &self.tokens_of(at)[..first])
     }
 
     fn link_child(&mut self, parent: u32, at: u32) {
@@ -35,8 +37,9 @@ impl Tree {
         }
     }
 
-    /// Adds `run` as a new leaf without a copy on any tier; the caller gives it one. O(1).
-    pub(super) fn add_leaf(&mut self, parent: u32, ns: crate::base::NamespaceId, run: u32) -> u32 {
+    /// Adds `run`, whose first page has the name `first`, as a new leaf without a copy on any tier; the caller gives it one.
+    /// O(1).
+    pub(super) fn add_leaf(&mut self, parent: u32, ns: NamespaceId, run: u32, first: u64) -> u32 {
         let up = &self.arena.nodes[parent as usize];
         let node = Node {
             parent,
@@ -51,16 +54,14 @@ impl Tree {
             ..Node::root()
         };
         let at = self.arena.add_node(node);
-        let tag = self.tag_under(parent, at);
+        let tag = tag_of(parent, first);
         self.arena.nodes[at as usize].tag = tag;
         self.table.insert(tag, at);
         self.link_child(parent, at);
         self.arena.nodes[parent as usize].kids += 1;
-        let (p, overlap) = (self.page_size as usize, self.view.overlap());
-        let node = &self.arena.nodes[at as usize];
-        let tokens = &self.arena.run_tokens(node.run)[node.from as usize * p..];
-        let name = |page: u32| page_name(ns.0, &tokens[page as usize * p..(page as usize + 1) * p + overlap]);
-        self.orders.created(&self.arena, at, name);
+        let (page_size, overlap) = (self.page_size as usize, self.view.overlap());
+        let names = Names { ns, first, tokens: self.arena.run_tokens(run), page_size, overlap };
+        self.orders.created(&self.arena, at, names);
         // Under a heap policy the parent may have been a host leaf.
         self.refresh(parent);
         at
@@ -104,11 +105,12 @@ impl Tree {
         node.from += keep;
         node.pages -= keep;
         node.depth += keep;
-        let tag = self.tag_under(prefix, at);
+        let first = self.first_name(at);
+        let tag = tag_of(prefix, first);
         self.arena.nodes[at as usize].tag = tag;
         self.table.insert(tag, at);
         if self.orders.adaptive.is_some() {
-            self.split_marks(prefix, at);
+            self.split_marks(prefix, at, first);
         }
         if old_kept {
             self.orders.turns.split(prefix, at);
@@ -118,12 +120,11 @@ impl Tree {
         prefix
     }
 
-    fn split_marks(&mut self, prefix: u32, suffix: u32) {
+    fn split_marks(&mut self, prefix: u32, suffix: u32, start: u64) {
         let page = self.page_size as usize + self.view.overlap();
-        let (upper, lower) = (self.tokens_of(prefix), self.tokens_of(suffix));
-        let node = &self.arena.nodes[suffix as usize];
-        let end = page_name(node.ns.0, &upper[upper.len() - page..]);
-        let (start, depth) = (page_name(node.ns.0, &lower[..page]), node.depth);
+        let upper = self.tokens_of(prefix);
+        let end = end_name(&upper[upper.len() - page..]);
+        let depth = self.arena.nodes[suffix as usize].depth;
         if let Some(adaptive) = &mut self.orders.adaptive {
             adaptive.split(prefix, suffix, depth, start, end);
         }
@@ -187,7 +188,7 @@ impl Tree {
         }
         self.arena.remove_node(at);
         self.refresh(child);
-        self.orders.rekey(&self.arena, child);
+        self.orders.rekey(&mut self.arena, child);
         if self.has_components() {
             self.orders.refresh_components(&self.arena, child);
         }
@@ -258,8 +259,11 @@ impl Tree {
     #[inline]
     fn prefetch_victims_after(&self, at: u32) {
         let Some(adaptive) = &self.orders.adaptive else { return };
-        let (next, after) = adaptive.behind(at);
+        let newer = |at: u32| self.arena.nodes.get(at as usize).map_or(NIL, |node| node.order.newer);
+        let next = newer(at);
+        let after = newer(next);
         self.arena.prefetch_node(after);
+        adaptive.prefetch(after);
         if let Some(node) = self.arena.nodes.get(next as usize) {
             self.table.prefetch(node.tag);
             self.arena.prefetch_run(node);

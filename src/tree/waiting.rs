@@ -11,9 +11,9 @@ use crate::base::NamespaceId;
 use crate::base::plant::{Plant, is_planted};
 use crate::key::Key;
 
-use super::adaptive::page_name;
 use super::node::{NIL, ROOT};
 use super::sanity::Report;
+use super::walk::page_name;
 use super::{Tree, TreeError};
 
 /// A request that waits. Ids are never used again, so a late call for one that has gone is refused.
@@ -155,7 +155,7 @@ impl Tree {
         let path = self.path_between(ROOT, end);
         path.iter().for_each(|&at| _ = self.orders.turns.0.remove(&(at, turn)));
         self.unref_path(end);
-        path.iter().for_each(|&at| self.orders.rekey(&self.arena, at));
+        path.iter().for_each(|&at| self.orders.rekey(&mut self.arena, at));
         self.try_merge(end);
         Ok(())
     }
@@ -189,7 +189,7 @@ impl Tree {
         // What lies above both stays kept throughout.
         self.ref_path(to);
         self.unref_path(from);
-        path.iter().for_each(|&at| self.orders.rekey(&self.arena, at));
+        path.iter().for_each(|&at| self.orders.rekey(&mut self.arena, at));
     }
 
     /// A leaf is new: those who wait for its pages end there now, or where it goes on otherwise than their prompts, which splits
@@ -292,7 +292,7 @@ fn page_names(
 ) -> impl Iterator<Item = u64> + '_ {
     let p = page_size as usize;
     let pages = tokens.len().saturating_sub(overlap) / p;
-    (0..pages).map(move |page| page_name(ns.0, &tokens[page * p..(page + 1) * p + overlap]))
+    (0..pages).map(move |page| page_name(ns, &tokens[page * p..(page + 1) * p + overlap]))
 }
 
 #[cfg(test)]

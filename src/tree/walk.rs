@@ -28,20 +28,22 @@ fn common_tokens(a: &[u32], b: &[u32]) -> usize {
     same + a[same..].iter().zip(&b[same..]).take_while(|(x, y)| x == y).count()
 }
 
-/// Tag of a child: parent slot, namespace (below the root) and the tokens of its first page.
+/// Both halves of a product, folded into one.
 #[inline]
-pub(super) fn tag_of(parent: u32, ns: NamespaceId, first_page: &[u32]) -> u32 {
-    const K: u64 = 0x9E37_79B9_7F4A_7C15;
-    #[inline]
-    fn fold(a: u64, b: u64) -> u64 {
-        let wide = u128::from(a) * u128::from(b);
-        wide as u64 ^ (wide >> 64) as u64
-    }
-    let ns = if parent == ROOT { ns.0 } else { 0 };
-    let mut a = fold(u64::from(parent) << 32 | u64::from(ns), K) ^ K;
+pub(super) fn fold(a: u64, b: u64) -> u64 {
+    let wide = u128::from(a) * u128::from(b);
+    wide as u64 ^ (wide >> 64) as u64
+}
+
+const K: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// Name of a page, wherever it lies: a hash of its namespace and tokens.
+#[inline]
+pub(super) fn page_name(ns: NamespaceId, page: &[u32]) -> u64 {
+    let mut a = u64::from(ns.0) ^ K;
     let mut b = a ^ 0x243F_6A88_85A3_08D3;
     // Two lanes, so that the multiplications of a page overlap.
-    let mut quads = first_page.chunks_exact(4);
+    let mut quads = page.chunks_exact(4);
     for q in &mut quads {
         a = fold(a ^ (u64::from(q[0]) | u64::from(q[1]) << 32), 0xA076_1D64_78BD_642F);
         b = fold(b ^ (u64::from(q[2]) | u64::from(q[3]) << 32), 0xE703_7ED1_A0B4_28DB);
@@ -49,8 +51,13 @@ pub(super) fn tag_of(parent: u32, ns: NamespaceId, first_page: &[u32]) -> u32 {
     for &t in quads.remainder() {
         a = fold(a ^ u64::from(t), 0x8EBC_6AF0_9C88_C6E3);
     }
-    let tag = fold(a ^ b.rotate_left(29), K) as u32;
-    tag & TAG_MASK
+    fold(a ^ b.rotate_left(29), K)
+}
+
+/// Tag of a child: its parent's slot and the name of its first page.
+#[inline]
+pub(super) fn tag_of(parent: u32, first_page: u64) -> u32 {
+    fold(first_page ^ u64::from(parent) << 32, K) as u32 & TAG_MASK
 }
 
 /// Tests of this crate keep eight bits, so that tags collide often and only the token comparison tells children apart.
@@ -77,9 +84,10 @@ impl Tree {
                 0 => None,
                 1 => self.confirm(at, here.first_child, key.ns, rest),
                 _ => {
-                    let tag = tag_of(at, key.ns, &rest[..p + overlap]);
+                    let tag = tag_of(at, page_name(key.ns, &rest[..p + overlap]));
                     self.table.find(tag, |child| {
                         self.arena.prefetch_match(child);
+                        self.orders.prefetch_match(child);
                         self.confirm(at, child, key.ns, rest)
                     })
                 }

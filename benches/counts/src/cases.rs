@@ -5,6 +5,7 @@ use std::hint::black_box;
 use sapwood::base::{NamespaceId, PageId};
 use sapwood::key::{Key, hash_pages, tokens_from_i64};
 use sapwood::pool::PagePool;
+use sapwood::tree::adaptive::AdaptiveConfig;
 use sapwood::tree::*;
 
 use crate::measured;
@@ -26,17 +27,28 @@ pub(crate) const CASES: &[Case] = &[
     case("w1-lookup-one-node", 1, || lookup(32_768)),
     case("w1-lookup-128-nodes", 1, || lookup(256)),
     case("w1-rematch-128-nodes", 1, rematch),
-    case("w2-chat-turn", 400, chat_turns),
-    case("w4-miss-evict-insert", 200, misses),
-    case("w5-session-of-10-hops-in-20k-nodes", 500, sessions),
+    case("w2-chat-turn", 400, || chat_turns(LRU)),
+    case("w2-chat-turn-learned", 400, || chat_turns(LEARNED)),
+    case("w4-miss-evict-insert", 200, || misses(LRU)),
+    case("w4-miss-evict-insert-learned", 200, || misses(LEARNED)),
+    case("w5-session-of-10-hops-in-20k-nodes", 500, || sessions(false, LRU)),
+    case("w5-session-merged", 500, || sessions(true, LRU)),
+    case("w5-session-merged-learned", 500, || sessions(true, LEARNED)),
     case("evict-lru-1k-leaves", 200, || evict(Policy::Lru, 1_000)),
     case("evict-lru-50k-leaves", 200, || evict(Policy::Lru, 50_000)),
+    case("evict-learned-1k-leaves", 200, || evict(LEARNED(32_000), 1_000)),
+    case("evict-learned-50k-leaves", 200, || evict(LEARNED(1_600_000), 50_000)),
     case("evict-priority-1k-leaves", 200, || evict(Policy::Priority, 1_000)),
     case("evict-priority-50k-leaves", 200, || evict(Policy::Priority, 50_000)),
     case("pool-free-and-alloc-64-pages", 64, pool),
     case("hash-2048-pages", 2_048, hash),
     case("narrow-32768-tokens", 1, narrow),
 ];
+
+/// The order of eviction of a memory of so many tokens.
+type Order = fn(u32) -> Policy;
+const LRU: Order = |_| Policy::Lru;
+const LEARNED: Order = |tokens| Policy::Adaptive(AdaptiveConfig::new(u64::from(tokens) / 16, 16));
 
 fn mix(x: u64) -> u64 {
     let mut z = x.wrapping_add(0x9E37_79B9_7F4A_7C15);
@@ -64,8 +76,9 @@ struct Cache {
 }
 
 impl Cache {
-    fn new(merge: bool, capacity_tokens: u32) -> Cache {
-        let config = TreeConfig { page_size: 16, merge, ..TreeConfig::default() };
+    fn new(merge: bool, capacity_tokens: u32, order: Order) -> Cache {
+        let policy = order(capacity_tokens);
+        let config = TreeConfig { page_size: 16, merge, policy, ..TreeConfig::default() };
         Cache {
             tree: Tree::new(config).unwrap(),
             pool: PagePool::new(capacity_tokens / 16),
@@ -113,7 +126,7 @@ fn floor() {
 
 fn long_prompt(step: usize) -> (Cache, Vec<u32>) {
     let prompt = tokens(1, 32_768);
-    let mut cache = Cache::new(false, 1 << 17);
+    let mut cache = Cache::new(false, 1 << 17, LRU);
     (step..=prompt.len()).step_by(step).for_each(|end| cache.turn(&prompt[..end]));
     (cache, prompt)
 }
@@ -133,7 +146,7 @@ fn rematch() {
     cache.tree.unlock(lock).unwrap();
 }
 
-fn chat_turns() {
+fn chat_turns(order: Order) {
     let rows: Vec<Vec<u32>> = (0..100u64)
         .map(|s| {
             let mut row = tokens(100 + s % 5, 2_048);
@@ -141,22 +154,22 @@ fn chat_turns() {
             row
         })
         .collect();
-    let mut cache = Cache::new(true, 1 << 20);
+    let mut cache = Cache::new(true, 1 << 20, order);
     let turn = |cache: &mut Cache, t: usize| rows.iter().for_each(|row| cache.turn(&row[..2_048 + t * 200]));
     turn(&mut cache, 1);
     measured(|| (2..6).for_each(|t| turn(&mut cache, t)));
 }
 
-fn misses() {
+fn misses(order: Order) {
     let prompts: Vec<Vec<u32>> = (0..464).map(|i| tokens(300 + i, 2_048)).collect();
-    let mut cache = Cache::new(true, 1 << 18);
+    let mut cache = Cache::new(true, 1 << 18, order);
     prompts[..264].iter().for_each(|prompt| cache.turn(prompt));
     measured(|| prompts[264..].iter().for_each(|prompt| cache.turn(prompt)));
 }
 
-fn sessions() {
+fn sessions(merge: bool, order: Order) {
     let row = |s: u64| tokens(1_000 + s, 320);
-    let mut cache = Cache::new(false, 2_000 * 320 + 1_024);
+    let mut cache = Cache::new(merge, 2_000 * 320 + 1_024, order);
     for s in 0..2_000 {
         let row = row(s);
         (1..=10).for_each(|d| cache.turn(&row[..d * 32]));

@@ -62,11 +62,10 @@ impl Ages {
 /// A size in half octaves: 0, 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, ... At most 63 for sizes below 2^32.
 #[inline]
 pub(super) fn half_octave(x: u64) -> u16 {
-    if x < 2 {
-        return x as u16;
-    }
-    let octave = x.ilog2();
-    (2 * octave + ((x >> (octave - 1)) & 1) as u32).min(63) as u16
+    // Without a branch: nobody can guess which.
+    let octave = x.max(1).ilog2();
+    let half = (x >> octave.saturating_sub(1)) as u32 & 1;
+    (2 * octave + half).min(63) as u16
 }
 
 #[cfg(test)]

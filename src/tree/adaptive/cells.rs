@@ -6,9 +6,11 @@
 //! re-keyed when time passes. Intervals grow with age: neighbours are merged, each cell by joining two queues at their
 //! ends, when together they are short beside their age.
 //!
+//! Neighbours of a cell are linked through the nodes, as those of a list are: a look-up fetches them in time.
+//!
 //! Entering and leaving is O(1); finding a victim O(intervals), at most 64.
 
-use std::collections::VecDeque;
+use crate::tree::node::{Links, Node};
 
 use super::age::{Ages, BINS};
 use super::mark::{Mark, NIL};
@@ -28,8 +30,8 @@ const MERGE_BELOW: u64 = 3;
 /// Steps that a leaf of an earlier use looks for its place among the oldest of its cell.
 const STEPS_MAX: usize = 16;
 
-/// Worth from which a leaf is held for somebody who has said so.
-pub(super) const HELD: f32 = f32::MAX / 4.0;
+/// More than any worth.
+const HELD: f32 = f32::MAX / 4.0;
 
 /// Worth by list and bin of age.
 pub(super) type Gains = [[f32; BINS]; LISTS_ALL];
@@ -49,11 +51,23 @@ struct Queue {
 
 const EMPTY: Queue = Queue { oldest: NIL, newest: NIL };
 
+/// The cell of the latest victim, which is that of the next one as long as it has leaves and nothing entered that may be worth
+/// less.
+#[derive(Clone, Copy, Debug)]
+struct Least {
+    slot: usize,
+    list: usize,
+    /// What was safe then.
+    safe: u64,
+    /// Leaves used from here on are not victims, or others are older.
+    until: u64,
+}
+
 #[derive(Clone, Debug)]
 pub(super) struct Cells {
     ages: Ages,
     /// Oldest first.
-    intervals: VecDeque<Interval>,
+    intervals: Vec<Interval>,
     free: u64,
     /// By slot and list.
     queues: Vec<[Queue; LISTS_ALL]>,
@@ -70,13 +84,15 @@ pub(super) struct Cells {
     finished: usize,
     /// So many of the oldest intervals are empty, at least.
     empty: usize,
+    /// `None`: it has to be looked for.
+    least: Option<Least>,
 }
 
 impl Cells {
     pub(super) fn new(ages: Ages) -> Cells {
         Cells {
             ages,
-            intervals: VecDeque::new(),
+            intervals: Vec::with_capacity(SLOTS),
             free: u64::MAX,
             queues: Vec::new(),
             full: [0; SLOTS],
@@ -86,6 +102,7 @@ impl Cells {
             len: 0,
             finished: 0,
             empty: 0,
+            least: None,
         }
     }
 
@@ -96,22 +113,24 @@ impl Cells {
     /// The worths have changed.
     pub(super) fn all_dirty(&mut self) {
         self.dirty = u64::MAX;
+        self.least = None;
     }
 
     /// Files a leaf under its mark's list and tick. O(1), O(log intervals) for an earlier use.
-    pub(super) fn enter(&mut self, marks: &mut [Mark], at: u32, now: u64) {
+    pub(super) fn enter(&mut self, nodes: &mut [Node], marks: &[Mark], at: u32, now: u64) {
         if now >= self.look_at {
-            self.look(marks, now);
+            self.look(nodes, now);
         }
         let (tick, list) = (marks[at as usize].tick, marks[at as usize].list);
-        let slot = self.slot_to_enter(marks, tick);
+        let slot = self.slot_to_enter(nodes, tick);
         let queue = self.queues[slot][usize::from(list)];
         self.len += 1;
         self.finished += usize::from(list == FINISHED);
         if queue.oldest == NIL {
+            self.oldest_is_new(slot, list, tick);
             self.queues[slot][usize::from(list)] = Queue { oldest: at, newest: at };
-            (marks[at as usize].older, marks[at as usize].newer) = (NIL, NIL);
-            if self.full[slot] == 0 && self.intervals.back().is_some_and(|i| usize::from(i.slot) != slot) {
+            nodes[at as usize].order = Links::NONE;
+            if self.full[slot] == 0 && self.intervals.last().is_some_and(|i| usize::from(i.slot) != slot) {
                 self.empty = 0;
             }
             self.full[slot] |= 1 << list;
@@ -127,37 +146,53 @@ impl Cells {
                 if marks[next as usize].tick > tick {
                     break;
                 }
-                (below, next) = (next, marks[next as usize].newer);
+                (below, next) = (next, nodes[next as usize].order.newer);
             }
         }
-        let above = if below == NIL { queue.oldest } else { marks[below as usize].newer };
-        (marks[at as usize].older, marks[at as usize].newer) = (below, above);
+        let above = if below == NIL { queue.oldest } else { nodes[below as usize].order.newer };
+        nodes[at as usize].order = Links { older: below, newer: above };
         let ends = &mut self.queues[slot][usize::from(list)];
         match below {
             NIL => ends.oldest = at,
-            _ => marks[below as usize].newer = at,
+            _ => nodes[below as usize].order.newer = at,
         }
         match above {
             NIL => ends.newest = at,
-            _ => marks[above as usize].older = at,
+            _ => nodes[above as usize].order.older = at,
+        }
+        if below == NIL {
+            self.oldest_is_new(slot, list, tick);
         }
     }
 
+    /// A leaf that entered is the oldest of its cell. The cell of the victims stays the same if this is it, or if the leaf was
+    /// used too late to be one.
+    #[inline]
+    fn oldest_is_new(&mut self, slot: usize, list: u8, tick: u64) {
+        let list = usize::from(list);
+        self.least = self
+            .least
+            .filter(|least| (least.slot, least.list) == (slot, list) || tick >= least.until && list < LISTS);
+    }
+
     /// Takes a leaf out; its mark is as it was when it entered. O(1), O(log intervals) at the end of a cell.
-    pub(super) fn leave(&mut self, marks: &mut [Mark], at: u32) {
-        let Mark { older, newer, tick, list, .. } = marks[at as usize];
+    pub(super) fn leave(&mut self, nodes: &mut [Node], mark: &Mark, at: u32) {
+        let (Mark { tick, list, .. }, Links { older, newer }) = (*mark, nodes[at as usize].order);
         self.len -= 1;
         self.finished -= usize::from(list == FINISHED);
         if older != NIL {
-            marks[older as usize].newer = newer;
+            nodes[older as usize].order.newer = newer;
         }
         if newer != NIL {
-            marks[newer as usize].older = older;
+            nodes[newer as usize].order.older = older;
         }
         if older != NIL && newer != NIL {
             return;
         }
-        let slot = self.slot_of(tick);
+        let slot = match self.least {
+            Some(Least { slot, list, .. }) if self.queues[slot][list].oldest == at => slot,
+            _ => self.slot_of(tick),
+        };
         let queue = &mut self.queues[slot][usize::from(list)];
         if older == NIL {
             queue.oldest = newer;
@@ -172,17 +207,37 @@ impl Cells {
     }
 
     /// The victim: the oldest leaf of the cell that is worth least, of those last used before `safe`. If there is none, the
-    /// least recently used leaf that nobody has asked to keep. O(intervals).
-    pub(super) fn first(&mut self, marks: &mut [Mark], now: u64, gains: &Gains, safe: u64) -> Option<u32> {
+    /// least recently used leaf that nobody has asked to keep. O(1) where it stands in the cell of the last one; O(intervals).
+    #[inline]
+    pub(super) fn first(
+        &mut self,
+        nodes: &mut [Node],
+        marks: &[Mark],
+        now: u64,
+        gains: &Gains,
+        safe: u64,
+    ) -> Option<u32> {
+        if now >= self.look_at {
+            self.look(nodes, now);
+        }
+        if let Some(least) = self.least.filter(|least| least.safe == safe) {
+            let oldest = self.queues[least.slot][least.list].oldest;
+            if marks.get(oldest as usize).is_some_and(|mark| mark.tick < least.until) {
+                return Some(oldest);
+            }
+        }
+        self.look_for_first(marks, gains, safe)
+    }
+
+    #[inline(never)]
+    fn look_for_first(&mut self, marks: &[Mark], gains: &Gains, safe: u64) -> Option<u32> {
+        self.least = None;
         if self.len == 0 {
             return None;
         }
-        if now >= self.look_at {
-            self.look(marks, now);
-        }
         // Of W4 some forty, which have not merged yet.
         let is_empty = |interval: &Interval| self.full[usize::from(interval.slot)] == 0;
-        self.empty += self.intervals.range(self.empty..).take_while(|i| is_empty(i)).count();
+        self.empty += self.intervals[self.empty..].iter().take_while(|i| is_empty(i)).count();
         let (mut least, mut found, mut fallback) = (f32::INFINITY, None, None);
         for (order, interval) in self.intervals.iter().enumerate().skip(self.empty) {
             if interval.start >= safe && (least < HELD || fallback.is_some()) && self.finished == 0 {
@@ -203,11 +258,11 @@ impl Cells {
                     let worth = gains[usize::from(list)][usize::from(interval.bin)];
                     let oldest = self.queues[slot][usize::from(list)].oldest;
                     if worth >= least && found.is_some() {
-                        fallback = fallback.or(Some(interval).filter(|_| is_ranked(worth)));
+                        fallback = fallback.or(Some((interval, end)).filter(|_| is_ranked(worth)));
                     } else if is_ranked(worth) && marks[oldest as usize].tick >= safe {
-                        fallback = fallback.or(Some(interval));
+                        fallback = fallback.or(Some((interval, end)));
                     } else {
-                        (least, found) = (worth, Some(oldest));
+                        (least, found) = (worth, Some((slot, list)));
                     }
                 }
                 continue;
@@ -218,29 +273,46 @@ impl Cells {
             }
             let (worth, list) = self.best[slot];
             if interval.start >= safe && is_ranked(worth) {
-                fallback = fallback.or(Some(interval));
+                fallback = fallback.or(Some((interval, end)));
             } else if worth < least || found.is_none() {
-                (least, found) = (worth, Some(self.queues[slot][usize::from(list)].oldest));
+                (least, found) = (worth, Some((slot, list)));
             }
         }
-        match fallback {
-            Some(interval) if least >= HELD => self.oldest(marks, interval, gains),
-            _ => found,
-        }
+        let (slot, list, until) = match fallback {
+            Some((interval, end)) if least >= HELD => self.oldest(marks, interval, end, gains)?,
+            _ => found.map(|(slot, list)| (slot, usize::from(list), safe))?,
+        };
+        self.least = (list < LISTS).then_some(Least { slot, list, safe, until });
+        Some(self.queues[slot][list].oldest)
     }
 
-    /// The least recently used leaf of an interval that nobody has asked to keep. O(lists).
-    fn oldest(&self, marks: &[Mark], interval: &Interval, gains: &Gains) -> Option<u32> {
+    /// Where the least recently used leaf of an interval stands that nobody has asked to keep: slot, list, and the time of use of
+    /// the oldest in the other lists, or the end of the interval. O(lists).
+    fn oldest(
+        &self,
+        marks: &[Mark],
+        interval: &Interval,
+        end: u64,
+        gains: &Gains,
+    ) -> Option<(usize, usize, u64)> {
         let (slot, bin) = (usize::from(interval.slot), usize::from(interval.bin));
-        let oldest = lists(self.full[slot]).filter(|&list| gains[list][bin] < HELD);
-        oldest.map(|list| self.queues[slot][list].oldest).min_by_key(|&at| marks[at as usize].tick)
+        let (mut found, mut oldest, mut second) = (None, u64::MAX, end);
+        for list in lists(self.full[slot]).filter(|&list| gains[list][bin] < HELD) {
+            let tick = marks[self.queues[slot][list].oldest as usize].tick;
+            if tick < oldest || found.is_none() {
+                (found, oldest, second) = (Some(list), tick, oldest.min(end));
+            } else {
+                second = second.min(tick);
+            }
+        }
+        found.map(|list| (slot, list, second))
     }
 
     /// Shows cells from the least worth on, each leaf from the oldest on, until `show` says stop; true if it never does. For
     /// looking ahead; O(cells log cells + leaves shown).
     pub(super) fn ahead(
         &self,
-        marks: &[Mark],
+        nodes: &[Node],
         gains: &Gains,
         safe: u64,
         show: &mut impl FnMut(u32) -> bool,
@@ -261,7 +333,7 @@ impl Cells {
                 if !show(at) {
                     return false;
                 }
-                at = marks[at as usize].newer;
+                at = nodes[at as usize].order.newer;
             }
         }
         true
@@ -270,9 +342,17 @@ impl Cells {
     /// The slot of the interval that a tick lies in. What is older than all intervals counts to the oldest.
     #[inline]
     fn slot_of(&self, tick: u64) -> usize {
-        match self.intervals.back() {
+        match self.intervals.last() {
             Some(newest) if tick >= newest.start => newest.slot.into(),
             _ => {
+                // Victims stand in the oldest that is not empty, as a rule.
+                let oldest = self.intervals.get(self.empty..self.empty + 2);
+                if let Some([oldest, next]) = oldest
+                    && oldest.start <= tick
+                    && tick < next.start
+                {
+                    return oldest.slot.into();
+                }
                 let after = self.intervals.partition_point(|i| i.start <= tick);
                 self.intervals[after.saturating_sub(1)].slot.into()
             }
@@ -280,13 +360,13 @@ impl Cells {
     }
 
     #[inline]
-    fn slot_to_enter(&mut self, marks: &mut [Mark], tick: u64) -> usize {
+    fn slot_to_enter(&mut self, nodes: &mut [Node], tick: u64) -> usize {
         let fits = |newest: &Interval| tick < newest.start + self.ages.quantum();
-        if self.intervals.back().is_some_and(fits) {
+        if self.intervals.last().is_some_and(fits) {
             return self.slot_of(tick);
         }
         if self.free == 0 {
-            self.merge(marks, 0);
+            self.merge(nodes, 0);
         }
         let slot = self.free.trailing_zeros() as usize;
         self.free &= !(1 << slot);
@@ -295,14 +375,14 @@ impl Cells {
         }
         self.full[slot] = 0;
         let start = tick & !(self.ages.quantum() - 1);
-        self.intervals.push_back(Interval { start, slot: slot as u8, bin: 0 });
+        self.intervals.push(Interval { start, slot: slot as u8, bin: 0 });
         slot
     }
 
     /// Joins an interval and the next: the younger leaves go behind the older ones, list by list.
-    fn merge(&mut self, marks: &mut [Mark], at: usize) {
-        let Some(gone) = self.intervals.remove(at + 1) else { return };
-        self.empty = 0;
+    fn merge(&mut self, nodes: &mut [Node], at: usize) {
+        let gone = self.intervals.remove(at + 1);
+        (self.empty, self.least) = (0, None);
         let (to, from) = (usize::from(self.intervals[at].slot), usize::from(gone.slot));
         let mut lists = std::mem::take(&mut self.full[from]);
         self.full[to] |= lists;
@@ -316,40 +396,48 @@ impl Cells {
                 *queue = more;
                 continue;
             }
-            marks[queue.newest as usize].newer = more.oldest;
-            marks[more.oldest as usize].older = queue.newest;
+            nodes[queue.newest as usize].order.newer = more.oldest;
+            nodes[more.oldest as usize].order.older = queue.newest;
             queue.newest = more.newest;
         }
         self.free |= 1 << from;
     }
 
-    /// Every other quantum: merges what has become old enough, and tells the age of each interval anew. O(intervals).
-    fn look(&mut self, marks: &mut [Mark], now: u64) {
-        self.look_at = now + 2 * self.ages.quantum();
-        let mut at = 0;
+    /// Every beat of two quanta: merges what has become old enough, and tells the ages of intervals anew. The older an interval
+    /// the longer it stays what it is: of an age of 16 to 32 beats it is looked at every other one, of 32 to 64 every fourth.
+    /// (All of them every time were a tenth of an eviction in a small memory.) O(intervals looked at).
+    #[inline(never)]
+    fn look(&mut self, nodes: &mut [Node], now: u64) {
+        let beat = 2 * self.ages.quantum();
+        let (this, last) = (now / beat, self.look_at.saturating_sub(1) / beat);
+        let rarest = (this ^ last).max(1).ilog2();
+        let reach = (16 * beat).saturating_mul(1 << rarest);
+        let from = self.intervals.partition_point(|i| i.start < now.saturating_sub(reach));
+        self.look_at = (this + 1) * beat;
+        self.least = None;
+        let mut at = from;
         while at + 2 < self.intervals.len() {
             let end = self.intervals[at + 2].start;
             let span = end - self.intervals[at].start;
             if span.saturating_mul(MERGE_BELOW) <= now.saturating_sub(end) {
-                self.merge(marks, at);
+                self.merge(nodes, at);
             } else {
                 at += 1;
             }
         }
-        for at in 0..self.intervals.len() {
-            let end = self.intervals.get(at + 1).map_or(now, |next| next.start);
-            let Interval { start, slot, bin } = self.intervals[at];
-            let middle = start + end.saturating_sub(start) / 2;
-            let new = self.ages.bin(now.saturating_sub(middle)) as u8;
-            if new != bin {
-                self.intervals[at].bin = new;
-                self.dirty |= 1 << slot;
+        let mut end = now;
+        for interval in self.intervals[from..].iter_mut().rev() {
+            let middle = interval.start + end.saturating_sub(interval.start) / 2;
+            let bin = self.ages.bin(now.saturating_sub(middle)) as u8;
+            if std::mem::replace(&mut interval.bin, bin) != bin {
+                self.dirty |= 1 << interval.slot;
             }
+            end = interval.start;
         }
     }
 
     /// Every leaf filed, with the list it stands in: for `sanity`.
-    pub(super) fn for_each(&self, marks: &[Mark], mut f: impl FnMut(u32, bool)) {
+    pub(super) fn for_each(&self, nodes: &[Node], marks: &[Mark], mut f: impl FnMut(u32, bool)) {
         for interval in &self.intervals {
             let slot = usize::from(interval.slot);
             for list in 0..LISTS_ALL {
@@ -357,11 +445,11 @@ impl Cells {
                 let mut sound = (queue.oldest != NIL) == (self.full[slot] >> list & 1 == 1);
                 let (mut at, mut older, mut steps) = (queue.oldest, NIL, 0);
                 while at != NIL && steps <= self.len {
-                    let mark = &marks[at as usize];
-                    sound &= mark.older == older && usize::from(mark.list) == list;
+                    let (mark, links) = (&marks[at as usize], nodes[at as usize].order);
+                    sound &= links.older == older && usize::from(mark.list) == list;
                     sound &= self.slot_of(mark.tick) == slot;
                     f(at, sound);
-                    (older, at, steps) = (at, mark.newer, steps + 1);
+                    (older, at, steps) = (at, links.newer, steps + 1);
                 }
             }
         }
@@ -403,36 +491,55 @@ mod tests {
         std::array::from_fn(|list| std::array::from_fn(|bin| worth(list, bin)))
     }
 
-    fn cells(quantum: u64) -> Cells {
-        Cells::new(Ages::new(128 * quantum))
+    /// Cells with the leaves that may stand in them.
+    #[derive(Clone)]
+    struct Bed {
+        cells: Cells,
+        nodes: Vec<Node>,
+        marks: Vec<Mark>,
     }
 
-    fn put(cells: &mut Cells, marks: &mut [Mark], at: u32, list: u8, tick: u64, now: u64) {
-        (marks[at as usize].list, marks[at as usize].tick) = (list, tick);
-        cells.enter(marks, at, now);
+    impl Bed {
+        fn new(quantum: u64, leaves: usize) -> Bed {
+            let cells = Cells::new(Ages::new(128 * quantum));
+            Bed { cells, nodes: vec![Node::root(); leaves], marks: vec![Mark::default(); leaves] }
+        }
+
+        fn put(&mut self, at: u32, list: u8, tick: u64, now: u64) {
+            (self.marks[at as usize].list, self.marks[at as usize].tick) = (list, tick);
+            self.cells.enter(&mut self.nodes, &self.marks, at, now);
+        }
+
+        fn leave(&mut self, at: u32) {
+            self.cells.leave(&mut self.nodes, &self.marks[at as usize], at);
+        }
+
+        fn first(&mut self, now: u64, gains: &Gains, safe: u64) -> Option<u32> {
+            self.cells.first(&mut self.nodes, &self.marks, now, gains, safe)
+        }
     }
 
     #[test]
     fn without_lessons_it_is_lru() {
         // Every list, random removals, against a sorted set.
-        let (mut cells, mut marks) = (cells(4), vec![Mark::default(); 300]);
+        let mut bed = Bed::new(4, 300);
         let gains = rule(|_, _| 1.0);
         let mut want = std::collections::BTreeSet::new();
         let mut state = 3u64;
         for now in 1..30_000u64 {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let at = (state >> 40) as u32 % 300;
-            if want.remove(&(marks[at as usize].tick, at)) {
-                cells.leave(&mut marks, at);
+            if want.remove(&(bed.marks[at as usize].tick, at)) {
+                bed.leave(at);
             } else {
-                put(&mut cells, &mut marks, at, (state >> 50) as u8 % 56, now, now);
+                bed.put(at, (state >> 50) as u8 % 56, now, now);
                 want.insert((now, at));
             }
-            assert_eq!(cells.first(&mut marks, now, &gains, 0), want.first().map(|w| w.1));
-            assert_eq!(cells.len(), want.len());
+            assert_eq!(bed.first(now, &gains, 0), want.first().map(|w| w.1));
+            assert_eq!(bed.cells.len(), want.len());
         }
         let mut seen = 0;
-        cells.for_each(&marks, |_, sound| {
+        bed.cells.for_each(&bed.nodes, &bed.marks, |_, sound| {
             seen += 1;
             assert!(sound);
         });
@@ -440,49 +547,79 @@ mod tests {
     }
 
     #[test]
+    fn the_cell_of_the_last_victim_is_that_of_the_next() {
+        // Leaves of every list come and go, those with an earlier use too, and what is safe moves.
+        let mut bed = Bed::new(4, 300);
+        let gains = rule(|list, bin| ((list * 31 + bin * 17) % 41) as f32);
+        let (mut state, mut kept) = (3u64, 0);
+        let mut inside = [false; 300];
+        for now in 1..30_000u64 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let (at, list) = ((state >> 40) as u32 % 300, (state >> 50) as u8 % 57);
+            if std::mem::replace(&mut inside[at as usize], true) {
+                bed.leave(at);
+            }
+            bed.put(at, list, now - (state >> 30) % 2 * now.min(200), now);
+            for _ in 0..state % 3 {
+                let safe = now.saturating_sub(150 + now / 64 % 3 * 40);
+                let mut anew = bed.clone();
+                anew.cells.least = None;
+                kept += u32::from(bed.cells.least.is_some());
+                let found = bed.first(now, &gains, safe);
+                assert_eq!(found, anew.first(now, &gains, safe));
+                if let Some(at) = found {
+                    bed.leave(at);
+                    inside[at as usize] = false;
+                }
+            }
+        }
+        assert!(kept > 5_000, "{kept} times it was known");
+    }
+
+    #[test]
     fn the_least_worth_goes_first() {
-        let (mut cells, mut marks) = (cells(1), vec![Mark::default(); 8]);
-        put(&mut cells, &mut marks, 0, 5, 10, 10);
-        put(&mut cells, &mut marks, 1, 2, 11, 11);
-        put(&mut cells, &mut marks, 2, 2, 12, 12);
-        put(&mut cells, &mut marks, 3, 2, 90, 90);
+        let mut bed = Bed::new(1, 8);
+        bed.put(0, 5, 10, 10);
+        bed.put(1, 2, 11, 11);
+        bed.put(2, 2, 12, 12);
+        bed.put(3, 2, 90, 90);
         // List 2 is worth less, and the more the older.
         let gains = rule(|list, bin| list as f32 + 1.0 / (bin + 1) as f32);
         let mut out = Vec::new();
-        while let Some(at) = cells.first(&mut marks, 100, &gains, u64::MAX) {
+        while let Some(at) = bed.first(100, &gains, u64::MAX) {
             out.push(at);
-            cells.leave(&mut marks, at);
+            bed.leave(at);
         }
         assert_eq!(out, [1, 2, 3, 0]);
     }
 
     #[test]
     fn what_is_finished_goes_first() {
-        let (mut cells, mut marks) = (cells(1), vec![Mark::default(); 8]);
+        let mut bed = Bed::new(1, 8);
         let gains = rule(|list, _| if list as u8 == FINISHED { -1.0 } else { 1.0 });
-        put(&mut cells, &mut marks, 1, 7, 50, 50);
-        put(&mut cells, &mut marks, 2, FINISHED, 99, 99);
-        assert_eq!(cells.first(&mut marks, 100, &gains, u64::MAX), Some(2));
-        assert_eq!(cells.first(&mut marks, 100, &gains, 0), Some(2), "whatever is safe");
-        cells.leave(&mut marks, 2);
-        assert_eq!(cells.first(&mut marks, 100, &gains, 20), Some(1));
+        bed.put(1, 7, 50, 50);
+        bed.put(2, FINISHED, 99, 99);
+        assert_eq!(bed.first(100, &gains, u64::MAX), Some(2));
+        assert_eq!(bed.first(100, &gains, 0), Some(2), "whatever is safe");
+        bed.leave(2);
+        assert_eq!(bed.first(100, &gains, 20), Some(1));
     }
 
     #[test]
     fn what_is_safe_is_spared_whatever_it_is_worth() {
-        let (mut cells, mut marks) = (cells(1), vec![Mark::default(); 8]);
+        let mut bed = Bed::new(1, 8);
         for (at, list, tick) in [(0, 9, 10), (1, 7, 20), (2, 1, 60), (3, 2, 61), (4, 1, 62)] {
-            put(&mut cells, &mut marks, at, list, tick, tick);
+            bed.put(at, list, tick, tick);
         }
         let gains = rule(|list, _| list as f32);
         let (mut out, mut shown) = (Vec::new(), Vec::new());
-        cells.ahead(&marks, &gains, 50, &mut |at| {
+        bed.cells.ahead(&bed.nodes, &gains, 50, &mut |at| {
             shown.push(at);
             true
         });
-        while let Some(at) = cells.first(&mut marks, 100, &gains, 50) {
+        while let Some(at) = bed.first(100, &gains, 50) {
             out.push(at);
-            cells.leave(&mut marks, at);
+            bed.leave(at);
         }
         assert_eq!(out, [1, 0, 2, 3, 4], "by worth, then by age");
         assert_eq!(shown, out);
@@ -490,16 +627,16 @@ mod tests {
 
     #[test]
     fn of_a_long_interval_only_what_is_older_goes() {
-        let (mut cells, mut marks) = (cells(1), vec![Mark::default(); 64]);
+        let mut bed = Bed::new(1, 64);
         // So long ago that these uses share intervals.
-        (0..32).for_each(|at| put(&mut cells, &mut marks, at, (at % 4) as u8, u64::from(at), 31));
-        put(&mut cells, &mut marks, 32, 9, 4_000, 4_000);
-        assert!(cells.intervals.len() < 6);
+        (0..32).for_each(|at| bed.put(at, (at % 4) as u8, u64::from(at), 31));
+        bed.put(32, 9, 4_000, 4_000);
+        assert!(bed.cells.intervals.len() < 6);
         let gains = rule(|list, _| 60.0 - list as f32);
         let mut out = Vec::new();
-        while let Some(at) = cells.first(&mut marks, 4_000, &gains, 16) {
+        while let Some(at) = bed.first(4_000, &gains, 16) {
             out.push(at);
-            cells.leave(&mut marks, at);
+            bed.leave(at);
         }
         let (old, new) = out.split_at(16);
         assert!(old.iter().all(|&at| at < 16), "what is not safe goes first: {out:?}");
@@ -509,33 +646,33 @@ mod tests {
 
     #[test]
     fn an_earlier_use_finds_its_place() {
-        let (mut cells, mut marks) = (cells(64), vec![Mark::default(); 8]);
+        let mut bed = Bed::new(64, 8);
         for (at, tick) in [(0, 10), (1, 30), (2, 20), (3, 5), (4, 40)] {
-            put(&mut cells, &mut marks, at, 0, tick, 50);
+            bed.put(at, 0, tick, 50);
         }
         let gains = rule(|_, _| 1.0);
         let mut out = Vec::new();
-        while let Some(at) = cells.first(&mut marks, 50, &gains, u64::MAX) {
+        while let Some(at) = bed.first(50, &gains, u64::MAX) {
             out.push(at);
-            cells.leave(&mut marks, at);
+            bed.leave(at);
         }
         assert_eq!(out, [3, 0, 2, 1, 4]);
     }
 
     #[test]
     fn intervals_stay_few_and_fine() {
-        let (mut cells, mut marks) = (cells(1), vec![Mark::default(); 40_000]);
+        let mut bed = Bed::new(1, 40_000);
         for at in 0..40_000u32 {
-            put(&mut cells, &mut marks, at, (at % 56) as u8, u64::from(at), u64::from(at));
-            assert!(cells.intervals.len() <= SLOTS);
+            bed.put(at, (at % 56) as u8, u64::from(at), u64::from(at));
+            assert!(bed.cells.intervals.len() <= SLOTS);
         }
         let now = 40_000;
-        for pair in cells.intervals.iter().collect::<Vec<_>>().windows(2) {
+        for pair in bed.cells.intervals.iter().collect::<Vec<_>>().windows(2) {
             let (span, age) = (pair[1].start - pair[0].start, now - pair[1].start);
             assert!(span <= age / 2 + 2, "{span} at age {age}");
         }
         let mut shown = Vec::new();
-        cells.ahead(&marks, &rule(|_, _| 1.0), 0, &mut |at| {
+        bed.cells.ahead(&bed.nodes, &rule(|_, _| 1.0), 0, &mut |at| {
             shown.push(at);
             shown.len() < 100
         });

@@ -41,6 +41,9 @@ const PAIRS_MIN: usize = 1 << 7;
 #[derive(Clone, Debug)]
 pub(super) struct Ghosts {
     pairs: Vec<Pair>,
+    /// The latest one and its name (0: none), not written yet: what is evicted piece by piece is dug up at once, and where it is
+    /// written is fetched until the next.
+    latest: (u64, Ghost),
     /// Entries written since the table grew.
     written: usize,
     pairs_max: usize,
@@ -55,13 +58,22 @@ impl Ghosts {
     /// At most `most` entries, rounded up to a power of two.
     pub(super) fn new(most: usize) -> Ghosts {
         let pairs_max = most.div_ceil(2).clamp(1, 1 << 25).next_power_of_two();
-        Ghosts { pairs: Vec::new(), written: 0, pairs_max }
+        Ghosts { pairs: Vec::new(), latest: (0, Ghost::NONE), written: 0, pairs_max }
     }
 
     /// Remembers a node under its name; forgets the older of the two in its place. O(1), amortised where the table
     /// grows.
     #[inline]
     pub(super) fn bury(&mut self, name: u64, ghost: Ghost) {
+        self.prefetch(name);
+        let (before, older) = std::mem::replace(&mut self.latest, (name, ghost));
+        if before != 0 && before != name {
+            self.write(before, older);
+        }
+    }
+
+    #[inline]
+    fn write(&mut self, name: u64, ghost: Ghost) {
         // Three in one pair lose one: a pair for two entries would lose one in twelve.
         if 2 * self.written >= self.pairs.len() && self.pairs.len() < self.pairs_max {
             self.grow();
@@ -92,6 +104,10 @@ impl Ghosts {
     /// The same if it is as it is wanted.
     #[inline]
     pub(super) fn dig_if(&mut self, name: u64, wanted: impl Fn(&Ghost) -> bool) -> Option<Ghost> {
+        if self.latest.0 == name && wanted(&self.latest.1) {
+            self.latest.0 = 0;
+            return Some(self.latest.1);
+        }
         let (at, rest) = split(name);
         let mask = self.pairs.len().checked_sub(1)?;
         let found = self.pairs[at & mask].0.iter_mut().find(|g| g.rest == rest && wanted(g))?;
@@ -108,7 +124,8 @@ impl Ghosts {
 
     /// Entries in use. O(entries).
     pub(super) fn len(&self) -> usize {
-        self.pairs.iter().flat_map(|p| p.0).filter(|g| g.rest != 0).count()
+        let written = self.pairs.iter().flat_map(|p| p.0).filter(|g| g.rest != 0).count();
+        written + usize::from(self.latest.0 != 0)
     }
 }
 

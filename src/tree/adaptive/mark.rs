@@ -1,4 +1,4 @@
-//! What is kept of a node, beside the tree's own: 64 bytes, of leaves and of the deepest node of a match only.
+//! What is kept of a node, beside the tree's own: a cache line, of leaves and of the deepest node of a match only.
 
 use super::ghosts::NO_SAMPLE;
 
@@ -6,10 +6,8 @@ use super::ghosts::NO_SAMPLE;
 pub(super) const NIL: u32 = u32::MAX;
 
 #[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
 pub(super) struct Mark {
-    /// Neighbours in the cell.
-    pub(super) older: u32,
-    pub(super) newer: u32,
     /// Time of use that it is filed under.
     pub(super) tick: u64,
     /// Name of its first page at its depth, and of its last page (0: unknown).
@@ -54,8 +52,6 @@ pub(super) struct Mark {
 impl Default for Mark {
     fn default() -> Mark {
         Mark {
-            older: NIL,
-            newer: NIL,
             tick: 0,
             start: 0,
             end: 0,
@@ -80,4 +76,4 @@ impl Default for Mark {
     }
 }
 
-const _: () = assert!(size_of::<Mark>() <= 64);
+const _: () = assert!(size_of::<Mark>() == 64);

@@ -3,7 +3,7 @@
 //! LRU holds the pages used last, so all it takes is the volume of pages by time of last use, from the newest back until
 //! the capacity is full. Uses are summed in buckets of 1/256 of the capacity; a page moves from the bucket of its last use
 //! to the newest. No entry per node or ghost exists, and a walk down a path whose nodes were last used together looks
-//! its bucket up once.
+//! its bucket up once, from where its span of time began.
 
 use std::collections::VecDeque;
 
@@ -11,6 +11,8 @@ use std::collections::VecDeque;
 const BUCKETS: u64 = 256;
 /// More than so many are merged where they have emptied.
 const BUCKETS_MAX: usize = 1_024;
+/// Spans of time of half a bucket's volume whose first bucket is known: two capacities. What was used before is searched for.
+const SPANS: usize = 1 << 10;
 
 #[derive(Clone, Copy, Debug)]
 struct Bucket {
@@ -29,23 +31,71 @@ pub(super) struct Shadow {
     last: u64,
     /// The latest look-up: tick and bucket.
     memo: Option<(u64, usize)>,
+    /// By span, in a ring: the number of the bucket that was the newest when the span began. A search among 1,024 starts
+    /// was a tenth of a look-up.
+    began: Vec<u64>,
+    /// Ticks to spans.
+    shift: u32,
+    /// The latest span.
+    span: u64,
+    /// Number of the oldest bucket.
+    first: u64,
 }
 
 impl Shadow {
     pub(super) fn new(capacity_pages: u64) -> Shadow {
+        let width = (capacity_pages / BUCKETS).max(1);
         Shadow {
             capacity: capacity_pages,
-            width: (capacity_pages / BUCKETS).max(1),
+            width,
             buckets: VecDeque::new(),
             total: 0,
             last: 0,
             memo: None,
+            began: vec![0; SPANS],
+            shift: (width / 2).max(1).ilog2(),
+            span: 0,
+            first: 0,
         }
+    }
+
+    /// The bucket that a tick lies in; none if it is older than all. O(1) for one of the spans that are known, if few
+    /// buckets were opened within it.
+    #[inline]
+    fn bucket_of(&self, tick: u64) -> Option<usize> {
+        // Uses of the newest bucket may be later than the latest span.
+        let span = (tick >> self.shift).min(self.span);
+        if span + (SPANS as u64) <= self.span {
+            return self.buckets.partition_point(|b| b.start <= tick).checked_sub(1);
+        }
+        let mut at = self.began[span as usize % SPANS].saturating_sub(self.first) as usize;
+        while self.buckets.get(at + 1).is_some_and(|next| next.start <= tick) {
+            at += 1;
+        }
+        self.buckets.get(at).filter(|b| b.start <= tick).map(|_| at)
+    }
+
+    /// Time has come to `now`: the spans until then begin in the newest bucket.
+    #[inline]
+    fn pass(&mut self, now: u64) {
+        let span = now >> self.shift;
+        if span > self.span {
+            self.begin(span);
+        }
+    }
+
+    fn begin(&mut self, span: u64) {
+        let newest = self.first + (self.buckets.len() as u64).saturating_sub(1);
+        for span in (self.span + 1).max(span.saturating_sub(SPANS as u64 - 1))..=span {
+            self.began[span as usize % SPANS] = newest;
+        }
+        self.span = span;
     }
 
     /// Pages are used now. O(1) amortised.
     #[inline]
     pub(super) fn add(&mut self, now: u64, pages: u32) {
+        self.pass(now);
         match self.buckets.back_mut() {
             // Uses of one tick share a bucket, so that a tick names one.
             Some(newest) if newest.pages < self.width || now == self.last => newest.pages += u64::from(pages),
@@ -71,12 +121,9 @@ impl Shadow {
         let at = match self.memo {
             Some((of, at)) if of == tick => at,
             _ => {
-                let after = self.buckets.partition_point(|b| b.start <= tick);
-                if after == 0 {
-                    return 0;
-                }
-                self.memo = Some((tick, after - 1));
-                after - 1
+                let Some(at) = self.bucket_of(tick) else { return 0 };
+                self.memo = Some((tick, at));
+                at
             }
         };
         let over = self.total.saturating_sub(self.capacity);
@@ -104,17 +151,14 @@ impl Shadow {
         }
     }
 
-    /// Moves pages from one time of use to another that is known. O(log).
+    /// Moves pages from one time of use to another that is known. O(1) as a rule.
     pub(super) fn shift(&mut self, ticks: (u64, u64), pages: u32) {
-        let to = self.buckets.partition_point(|b| b.start <= ticks.1);
-        if ticks.0 == ticks.1 || to == 0 {
-            return;
+        let (from, to) = (self.bucket_of(ticks.0), self.bucket_of(ticks.1));
+        if let (Some(from), Some(to)) = (from, to) {
+            let taken = self.buckets[from].pages.min(pages.into());
+            self.buckets[from].pages -= taken;
+            self.buckets[to].pages += taken;
         }
-        let before = self.total;
-        self.take(ticks.0, pages);
-        let taken = before - self.total;
-        self.buckets[to - 1].pages += taken;
-        self.total += taken;
     }
 
     /// Lets go of what LRU would have evicted: between requests, since a running request is pinned.
@@ -122,6 +166,7 @@ impl Shadow {
         while let Some(oldest) = self.buckets.front().filter(|b| self.total - b.pages >= self.capacity) {
             self.total -= oldest.pages;
             self.buckets.pop_front();
+            self.first += 1;
             self.memo = None;
         }
     }
@@ -167,6 +212,13 @@ impl Shadow {
         }
         self.buckets = kept;
         self.memo = None;
+        let mut at = 0;
+        for span in self.span.saturating_sub(SPANS as u64 - 1)..=self.span {
+            while self.buckets.get(at + 1).is_some_and(|next| next.start <= span << self.shift) {
+                at += 1;
+            }
+            self.began[span as usize % SPANS] = self.first + at as u64;
+        }
     }
 }
 
@@ -243,8 +295,32 @@ mod tests {
             used[item] = now;
         }
         assert!(shadow.buckets.len() <= BUCKETS_MAX);
+        for tick in 0..100_100 {
+            let after = shadow.buckets.partition_point(|b| b.start <= tick);
+            assert_eq!(shadow.bucket_of(tick), after.checked_sub(1), "{tick}");
+        }
         assert_eq!(shadow.total, 400_000);
         assert_eq!(shadow.buckets.iter().map(|b| b.pages).sum::<u64>(), shadow.total);
+    }
+
+    #[test]
+    fn a_bucket_is_found_from_its_span() {
+        let (mut shadow, mut now, mut state) = (Shadow::new(10_000), 0, 7u64);
+        let mut ticks = std::collections::VecDeque::new();
+        for _ in 0..20_000 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            // Steps of every size, sometimes past all spans.
+            now += (state >> 33) % 40 * if state >> 50 & 511 == 0 { 1_000 } else { 1 };
+            shadow.settle();
+            shadow.add(now, (state >> 40) as u32 % 30);
+            ticks.push_back(now);
+            if ticks.len() > 300 {
+                shadow.take(ticks.pop_front().unwrap_or(0), 12);
+            }
+            let tick = now.saturating_sub((state >> 20) % 30_000);
+            let after = shadow.buckets.partition_point(|b| b.start <= tick);
+            assert_eq!(shadow.bucket_of(tick), after.checked_sub(1));
+        }
     }
 
     #[test]
