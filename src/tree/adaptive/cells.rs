@@ -207,7 +207,7 @@ impl Cells {
     }
 
     /// The victim: the oldest leaf of the cell that is worth least, of those last used before `safe`. If there is none, the
-    /// least recently used leaf that nobody has asked to keep. O(1) where it stands in the cell of the last one; O(intervals).
+    /// least recently used leaf. O(1) where it stands in the cell of the last one; O(intervals).
     #[inline]
     pub(super) fn first(
         &mut self,
@@ -286,7 +286,7 @@ impl Cells {
         Some(self.queues[slot][list].oldest)
     }
 
-    /// Where the least recently used leaf of an interval stands that nobody has asked to keep: slot, list, and the time of use of
+    /// Where the least recently used leaf of an interval stands: slot, list, and the time of use of
     /// the oldest in the other lists, or the end of the interval. O(lists).
     fn oldest(
         &self,

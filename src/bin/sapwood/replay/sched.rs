@@ -527,6 +527,7 @@ impl<'a> Scheduler<'a> {
             self.calls.abort(session.request)?;
             self.counts.rejected += 1;
         } else if let Some(waiting) = self.waiting.pop_front() {
+            self.queue.leave(waiting.job, &mut self.calls)?;
             if let Some(request) = waiting.request {
                 self.calls.abort(request)?;
             }
