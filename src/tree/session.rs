@@ -183,23 +183,8 @@ mod tests {
     use super::*;
     use crate::base::{NamespaceId, PageId, Tier};
     use crate::key::Key;
-    use crate::tree::{
-        Component, Components, DeviceEviction, InsertComponents, InsertOpts, InsertOut, TreeConfig, Unbacked,
-    };
-
-    fn put(tree: &mut Tree, tokens: &[u32], first_page: u32) -> NodeId {
-        let pages: Vec<PageId> = (0..tokens.len() as u32).map(|i| PageId(first_page + i)).collect();
-        let key = Key::new(NamespaceId::DEFAULT, tokens);
-        let out = &mut InsertOut::default();
-        tree.insert(key, &pages, 0, InsertOpts::default(), out).expect("a sound insert").node
-    }
-
-    fn evict(tree: &mut Tree, want: u32) -> Vec<u32> {
-        let mut out = DeviceEviction::default();
-        tree.evict_device(want, Unbacked::Delete, &mut out);
-        assert!(tree.sanity().is_empty(), "{:?}", tree.sanity());
-        out.freed_device.iter().map(|p| p.0).collect()
-    }
+    use crate::tree::tests::{evict, put};
+    use crate::tree::{Component, Components, InsertComponents, InsertOpts, InsertOut, TreeConfig};
 
     #[test]
     fn what_a_session_will_come_back_for_goes_last_and_its_end_recedes() {

@@ -20,6 +20,24 @@ fn stamp(key: Key<'_>, page: usize, page_size: usize) -> u64 {
     h | 1 << 63
 }
 
+/// Inserts a prompt of one-token pages, which take device pages from `first_page` on.
+pub(super) fn put(tree: &mut Tree, tokens: &[u32], first_page: u32) -> NodeId {
+    let pages: Vec<PageId> = (0..tokens.len() as u32).map(|i| PageId(first_page + i)).collect();
+    let key = Key::new(NamespaceId::DEFAULT, tokens);
+    let out = &mut InsertOut::default();
+    let node = tree.insert(key, &pages, 0, InsertOpts::default(), out).expect("a sound insert").node;
+    assert!(tree.sanity().is_empty(), "{:?}", tree.sanity());
+    node
+}
+
+/// Evicts device pages, and says which.
+pub(super) fn evict(tree: &mut Tree, want: u32) -> Vec<u32> {
+    let mut out = DeviceEviction::default();
+    tree.evict_device(want, Unbacked::Delete, &mut out);
+    assert!(tree.sanity().is_empty(), "{:?}", tree.sanity());
+    out.freed_device.iter().map(|p| p.0).collect()
+}
+
 /// A tree with two pools and their contents.
 struct Rig {
     tree: Tree,

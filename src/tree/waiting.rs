@@ -298,9 +298,9 @@ fn page_names(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::base::PageId;
     use crate::tree::adaptive::AdaptiveConfig;
-    use crate::tree::{DeviceEviction, InsertOpts, InsertOut, Policy, TreeConfig, Unbacked};
+    use crate::tree::tests::{evict, put};
+    use crate::tree::{Policy, TreeConfig};
 
     fn key(tokens: &[u32]) -> Key<'_> {
         Key::new(NamespaceId::DEFAULT, tokens)
@@ -308,19 +308,6 @@ mod tests {
 
     fn tree(policy: Policy) -> Tree {
         Tree::new(TreeConfig { page_size: 1, policy, ..TreeConfig::default() }).expect("sound")
-    }
-
-    fn put(tree: &mut Tree, tokens: &[u32], first_page: u32) {
-        let pages: Vec<PageId> = (0..tokens.len() as u32).map(|i| PageId(first_page + i)).collect();
-        tree.insert(key(tokens), &pages, 0, InsertOpts::default(), &mut InsertOut::default()).expect("sound");
-        assert!(tree.sanity().is_empty(), "{:?}", tree.sanity());
-    }
-
-    fn evict(tree: &mut Tree, want: u32) -> Vec<u32> {
-        let mut out = DeviceEviction::default();
-        tree.evict_device(want, Unbacked::Delete, &mut out);
-        assert!(tree.sanity().is_empty(), "{:?}", tree.sanity());
-        out.freed_device.iter().map(|p| p.0).collect()
     }
 
     /// The end moves down with what comes, also where what comes goes on otherwise than two prompts, and up with what goes.

@@ -30,9 +30,6 @@ const MERGE_BELOW: u64 = 3;
 /// Steps that a leaf of an earlier use looks for its place among the oldest of its cell.
 const STEPS_MAX: usize = 16;
 
-/// More than any worth.
-const HELD: f32 = f32::MAX / 4.0;
-
 /// Worth by list and bin of age.
 pub(super) type Gains = [[f32; BINS]; LISTS_ALL];
 
@@ -240,7 +237,7 @@ impl Cells {
         self.empty += self.intervals[self.empty..].iter().take_while(|i| is_empty(i)).count();
         let (mut least, mut found, mut fallback) = (f32::INFINITY, None, None);
         for (order, interval) in self.intervals.iter().enumerate().skip(self.empty) {
-            if interval.start >= safe && (least < HELD || fallback.is_some()) && self.finished == 0 {
+            if interval.start >= safe && (found.is_some() || fallback.is_some()) && self.finished == 0 {
                 // All that follows is safe: with 7/8 of the memory safe these are most of the intervals.
                 break;
             }
@@ -279,7 +276,7 @@ impl Cells {
             }
         }
         let (slot, list, until) = match fallback {
-            Some((interval, end)) if least >= HELD => self.oldest(marks, interval, end, gains)?,
+            Some((interval, end)) if found.is_none() => self.oldest(marks, interval, end)?,
             _ => found.map(|(slot, list)| (slot, usize::from(list), safe))?,
         };
         self.least = (list < LISTS).then_some(Least { slot, list, safe, until });
@@ -288,16 +285,10 @@ impl Cells {
 
     /// Where the least recently used leaf of an interval stands: slot, list, and the time of use of
     /// the oldest in the other lists, or the end of the interval. O(lists).
-    fn oldest(
-        &self,
-        marks: &[Mark],
-        interval: &Interval,
-        end: u64,
-        gains: &Gains,
-    ) -> Option<(usize, usize, u64)> {
-        let (slot, bin) = (usize::from(interval.slot), usize::from(interval.bin));
+    fn oldest(&self, marks: &[Mark], interval: &Interval, end: u64) -> Option<(usize, usize, u64)> {
+        let slot = usize::from(interval.slot);
         let (mut found, mut oldest, mut second) = (None, u64::MAX, end);
-        for list in lists(self.full[slot]).filter(|&list| gains[list][bin] < HELD) {
+        for list in lists(self.full[slot]) {
             let tick = marks[self.queues[slot][list].oldest as usize].tick;
             if tick < oldest || found.is_none() {
                 (found, oldest, second) = (Some(list), tick, oldest.min(end));
@@ -323,7 +314,7 @@ impl Cells {
                 let worth = gains[usize::from(list)][usize::from(interval.bin)];
                 // What is safe goes after the rest, by age alone.
                 let is_safe = interval.start >= safe && is_ranked(worth);
-                cells.push((if is_safe { HELD / 2.0 } else { worth }, order, list));
+                cells.push((if is_safe { f32::INFINITY } else { worth }, order, list));
             }
         }
         cells.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)).then(a.2.cmp(&b.2)));
@@ -466,7 +457,7 @@ fn lists(mut word: u64) -> impl Iterator<Item = usize> {
 
 /// True for a worth that was learned, not told.
 fn is_ranked(worth: f32) -> bool {
-    (0.0..HELD).contains(&worth)
+    worth >= 0.0
 }
 
 /// The list that is worth least among those that are not empty. O(lists that are not empty).
