@@ -202,6 +202,21 @@ impl Run {
             .is_some_and(|rare| rare.stored.get(page / 64).is_some_and(|word| word >> (page % 64) & 1 == 1))
     }
 
+    /// True if all of these pages are. O(pages / 64).
+    pub(super) fn are_stored(&self, pages: Range<usize>) -> bool {
+        let Some(rare) = self.rare() else { return pages.is_empty() };
+        let mut page = pages.start;
+        while page < pages.end {
+            let (from, to) = (page % 64, (pages.end - page + page % 64).min(64));
+            let want = u64::MAX >> (64 - (to - from)) << from;
+            if rare.stored.get(page / 64).is_none_or(|word| word & want != want) {
+                return false;
+            }
+            page += to - from;
+        }
+        true
+    }
+
     pub(super) fn set_stored(&mut self, page: usize, stored: bool) {
         if stored || self.is_stored(page) {
             let words = (self.pages as usize).div_ceil(64);
@@ -286,6 +301,12 @@ impl Arena {
 
     pub(super) fn live(&self) -> impl Iterator<Item = u32> + '_ {
         (0..self.nodes.len() as u32).filter(|&i| self.is_live(i))
+    }
+
+    /// True if every page of the node is in the store (and for the root). O(pages / 64).
+    pub(super) fn is_stored(&self, slot: u32) -> bool {
+        let node = &self.nodes[slot as usize];
+        slot == ROOT || self.runs[node.run as usize].are_stored(node.range())
     }
 
     pub(super) fn id(&self, slot: u32) -> NodeId {

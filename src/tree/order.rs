@@ -185,7 +185,18 @@ pub(super) fn facts(node: &Node) -> NodeFacts {
     }
 }
 
-fn leaf(turns: &Turns, at: u32, node: &Node) -> Leaf {
+/// Whether the tier below the one whose order a leaf stands in holds all of it: the host what the device evicts, the store what
+/// the host does. O(1) on the device, O(pages / 64) on the host.
+pub(super) fn is_copied(arena: &Arena, at: u32) -> bool {
+    let node = &arena.nodes[at as usize];
+    match node.device {
+        Residency::Present => node.host == Residency::Present,
+        _ => node.host == Residency::Present && arena.is_stored(at),
+    }
+}
+
+fn leaf(turns: &Turns, at: u32, arena: &Arena) -> Leaf {
+    let node = &arena.nodes[at as usize];
     Leaf {
         tick: node.tick,
         depth: node.depth,
@@ -193,6 +204,7 @@ fn leaf(turns: &Turns, at: u32, node: &Node) -> Leaf {
         reach: node.reach,
         kids: node.kids,
         priority: node.priority,
+        copied: is_copied(arena, at),
         kept: (node.refs > 0).then(|| turns.first(at).unwrap_or(Turn::MAX)),
     }
 }
@@ -284,9 +296,19 @@ impl Orders {
         if arena.nodes[at as usize].listed != want {
             self.leave(arena, at);
             self.enter(arena, at, want);
+        } else {
+            self.restand(arena, at);
         }
         if self.has_components {
             self.rekey_components(arena, at);
+        }
+    }
+
+    /// Where the order learns, a leaf whose copy on the next tier has come or gone costs another price.
+    #[inline]
+    fn restand(&mut self, arena: &mut Arena, at: u32) {
+        if self.adaptive.as_ref().is_some_and(|a| !a.stands_as(at, is_copied(arena, at))) {
+            self.rekey(arena, at);
         }
     }
 
@@ -448,7 +470,7 @@ impl Orders {
         let node = &arena.nodes[at as usize];
         match &mut self.adaptive {
             Some(adaptive) => {
-                let (tier, leaf) = (tier_of(listed), leaf(&self.turns, at, node));
+                let (tier, leaf) = (tier_of(listed), leaf(&self.turns, at, arena));
                 adaptive.leave(&mut arena.nodes, tier, at);
                 adaptive.enter(&mut arena.nodes, tier, at, &leaf, self.tick);
             }
@@ -483,7 +505,7 @@ impl Orders {
     pub(super) fn created(&mut self, arena: &Arena, at: u32, names: Names<'_>) {
         if let Some(adaptive) = &mut self.adaptive {
             let node = &arena.nodes[at as usize];
-            let leaf = leaf(&self.turns, at, node);
+            let leaf = leaf(&self.turns, at, arena);
             adaptive.created(at, (node.parent != ROOT).then_some(node.parent), &leaf, names);
         }
     }
@@ -525,7 +547,7 @@ impl Orders {
         };
         adaptive.leave(&mut arena.nodes, tier, at);
         adaptive.hint(at, hint);
-        let leaf = leaf(&self.turns, at, &arena.nodes[at as usize]);
+        let leaf = leaf(&self.turns, at, arena);
         adaptive.enter(&mut arena.nodes, tier, at, &leaf, self.tick);
     }
 
@@ -701,6 +723,7 @@ impl Orders {
             // The order that learns leaves the suffix where it stands: it is about to go, or to be scored at its next use.
             self.rekey(arena, suffix);
         }
+        self.restand(arena, suffix);
         if self.old_mirrors.remove(suffix) {
             self.old_mirrors.set(suffix, mirror_key(&arena.nodes[suffix as usize]));
         } else if Self::is_mirror(rule, prefix, &arena.nodes[prefix as usize]) {

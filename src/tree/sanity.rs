@@ -8,7 +8,7 @@ use crate::key::{Key, hash_pages};
 
 use super::node::{DEVICE_ORDERS, HOST_ORDERS, Listed, NIL, NO_PAGE, Node, ROOT, Residency};
 use super::op::OpKind;
-use super::order::{Ends, Orders, facts, mirror_key};
+use super::order::{Ends, Orders, facts, is_copied, mirror_key};
 use super::walk::{page_name, tag_of};
 use super::{BackupRule, Tree, TreeStats};
 
@@ -290,6 +290,16 @@ impl Tree {
                 );
                 for (at, _) in found.iter().filter(|f| !f.1) {
                     report.must(false, "order-keys", format_args!("node {at} stands in a wrong cell"));
+                }
+                for at in standing {
+                    let copied = is_copied(&self.arena, at);
+                    report.must(
+                        adaptive.stands_as(at, copied),
+                        "order-keys",
+                        format_args!(
+                            "node {at}: the next tier holds it is {copied}, and it stands elsewhere"
+                        ),
+                    );
                 }
                 continue;
             }

@@ -164,7 +164,7 @@ impl Tree {
             return;
         }
         // Whoever waits to write one of them to a store knows it by its id, and the other has nobody waiting.
-        if self.is_stored_at(at) != self.is_stored_at(child) || !self.join_runs(at, child) {
+        if self.arena.is_stored(at) != self.arena.is_stored(child) || !self.join_runs(at, child) {
             return;
         }
         // The child takes the node's place in the shape. Its place in the orders is next to the node's.

@@ -182,12 +182,7 @@ impl Tree {
     /// # Errors
     /// Unknown node.
     pub fn is_stored(&self, node: NodeId) -> Result<bool, TreeError> {
-        Ok(self.is_stored_at(self.slot(node)?))
-    }
-
-    pub(super) fn is_stored_at(&self, at: u32) -> bool {
-        let n = &self.arena.nodes[at as usize];
-        n.pages == 0 || n.range().all(|page| self.arena.runs[n.run as usize].is_stored(page))
+        Ok(self.arena.is_stored(self.slot(node)?))
     }
 
     /// Component pages on the host that a request at the end of `node` needs, with the names of their places, shallowest
@@ -214,7 +209,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Forgets every stored mark: the store was detached or emptied. O(runs).
+    /// Forgets every stored mark: the store was detached or emptied. O(runs), O(nodes) under the adaptive policy.
     ///
     /// # Errors
     /// A store write is in flight.
@@ -224,6 +219,10 @@ impl Tree {
             return Err(TreeError::OpsInFlight(writing as u32));
         }
         self.arena.runs.iter_mut().for_each(Run::forget_stored);
+        if self.orders.adaptive.is_some() {
+            let live: Vec<u32> = self.arena.live().filter(|&at| at != ROOT).collect();
+            live.into_iter().for_each(|at| self.refresh(at));
+        }
         Ok(())
     }
 
@@ -242,11 +241,13 @@ impl Tree {
     /// # Errors
     /// Unknown node, the root.
     pub fn mark_stored(&mut self, node: NodeId, stored: bool) -> Result<(), TreeError> {
-        let n = &self.arena.nodes[self.slot_below_root(node)? as usize];
+        let at = self.slot_below_root(node)?;
+        let n = &self.arena.nodes[at as usize];
         let run = &mut self.arena.runs[n.run as usize];
         for page in n.range() {
             run.set_stored(page, stored);
         }
+        self.refresh(at);
         Ok(())
     }
 }

@@ -882,6 +882,60 @@ fn copies_written_ahead_are_spared_under_the_order_that_learns() {
     rig.check();
 }
 
+/// A leaf that the next tier holds costs a fetch when it is evicted, not a computation, and goes before what would have to be
+/// computed; from the moment it has a copy there, and until it has none any more.
+#[test]
+fn what_the_next_tier_holds_is_worth_a_fetch() {
+    let learns = adaptive::AdaptiveConfig {
+        guard: false,
+        // Computing a page behind the second costs more than two, fetching one from a store 1.9.
+        cost_knee_pages: 2,
+        ..adaptive::AdaptiveConfig::new(40, 2)
+    };
+    let config = TreeConfig { policy: Policy::Adaptive(learns), hashing: true, ..config(2) };
+    let mut rig = Rig::new(config, 40, 40);
+    rig.insert(key(&row("zz"))).unwrap();
+    rig.tree.match_prefix(key(&row("zz")), &mut Vec::new());
+    // Two branches behind three pages that are computed only once: one is a page older than the other.
+    let trunk = rig.insert(key(&row("abc"))).unwrap().node;
+    let [old, young] = ["abcde", "abcfg"].map(|text| {
+        rig.tree.match_prefix(key(&row("abc")), &mut Vec::new());
+        rig.insert(key(&row(text))).unwrap().node
+    });
+    let order = |rig: &Rig, tier| {
+        let (mut found, mut ids) = (Vec::new(), Vec::new());
+        let nodes = &rig.tree.arena.nodes;
+        rig.tree.orders.adaptive.as_ref().unwrap().ahead(nodes, tier, |at| {
+            found.push(at);
+            true
+        });
+        ids.extend(found.into_iter().map(|at| rig.tree.arena.id(at)).filter(|id| [old, young].contains(id)));
+        ids
+    };
+    assert_eq!(order(&rig, Tier::Device), [old, young], "by age, as nothing else is known");
+    [trunk, young].iter().for_each(|&node| rig.backup(node));
+    assert_eq!(order(&rig, Tier::Device), [young, old], "the host holds the younger one");
+    rig.check();
+    let mut freed = Vec::new();
+    rig.tree.reclaim_mirrors(2, 0, &mut freed);
+    rig.free_host(&freed);
+    assert!(!rig.tree.is_backed_up(young).unwrap());
+    assert_eq!(order(&rig, Tier::Device), [old, young], "it does not any more");
+    rig.check();
+    // The same between host and store.
+    [young, old].iter().for_each(|&node| rig.backup(node));
+    let mut out = DeviceEviction::default();
+    [young, old].iter().for_each(|&node| rig.tree.demote(node, &mut out).unwrap());
+    rig.free_eviction(&out);
+    let by_age = order(&rig, Tier::Host);
+    rig.tree.mark_stored(by_age[1], true).unwrap();
+    assert_eq!(order(&rig, Tier::Host), [by_age[1], by_age[0]], "the store holds the younger one");
+    rig.check();
+    rig.tree.forget_stored().unwrap();
+    assert_eq!(order(&rig, Tier::Host), by_age);
+    rig.check();
+}
+
 #[test]
 fn random_histories_stay_sound() {
     for seed in seeds() {

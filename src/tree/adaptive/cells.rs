@@ -15,8 +15,9 @@ use crate::tree::node::{Links, Node};
 use super::age::{Ages, BINS};
 use super::mark::{Mark, NIL};
 
-/// Levels of cost.
+/// Levels of cost: to compute a leaf again, by its depth, and last the one of what the next tier holds.
 pub(super) const LEVELS: usize = 7;
+pub(super) const FETCHED: usize = LEVELS - 1;
 /// Lists of classes and levels.
 pub(super) const LISTS: usize = super::hazard::CLASSES * LEVELS;
 /// The list of leaves that are finished: they go first.

@@ -23,8 +23,12 @@ pub(super) struct Mark {
     pub(super) base: u32,
     /// Pages that its request brought.
     pub(super) new_pages: u16,
-    /// List that it is filed under.
+    /// List that it is filed under: of its class and its cost.
     pub(super) list: u8,
+    /// Of its latest use.
+    pub(super) class: u8,
+    /// Level of what computing it again costs.
+    pub(super) level: u8,
     /// Requests that ended their match here, and the one that made it.
     pub(super) uses: u8,
     /// Requests before the last one in its conversation.
@@ -33,7 +37,7 @@ pub(super) struct Mark {
     pub(super) family: u8,
     /// Hint: length of the answer, in half octaves.
     pub(super) answer: u8,
-    /// `list` is that of its latest use.
+    /// `class` is that of its latest use.
     pub(super) filed: bool,
     /// Its latest use is counted, and drawn as a sample or not.
     pub(super) counted: bool,
@@ -45,6 +49,8 @@ pub(super) struct Mark {
     pub(super) finished: bool,
     /// It stands in an order.
     pub(super) standing: bool,
+    /// It stands there as what the next tier holds too.
+    pub(super) copied: bool,
     /// It was cut off what lies above it to be evicted.
     pub(super) cut: bool,
 }
@@ -61,6 +67,8 @@ impl Default for Mark {
             base: 0,
             new_pages: 0,
             list: 0,
+            class: 0,
+            level: 0,
             uses: 0,
             turn: 0,
             family: 0,
@@ -71,6 +79,7 @@ impl Default for Mark {
             looked_up: false,
             finished: false,
             standing: false,
+            copied: false,
             cut: false,
         }
     }

@@ -46,7 +46,7 @@ use crate::tree::node::Node;
 use crate::tree::walk::{fold, page_name};
 
 use age::{Ages, half_octave};
-use cells::{Cells, FINISHED, Gains, LEVELS};
+use cells::{Cells, FETCHED, FINISHED, Gains, LEVELS};
 use ghosts::{Ghost, Ghosts, NO_SAMPLE};
 use guard::Guard;
 use hazard::{CLASSES, Hazards};
@@ -73,6 +73,10 @@ const CARRIED_MAX: usize = 256;
 /// Where attention doubles the cost of a token in a model of 8 B parameters with 32 layers of 4,096: 1.6e10 FLOP against
 /// 524,288 per position before it.
 const KNEE_TOKENS: u32 = 1 << 15;
+
+/// What fetching a page costs, in thousandths of computing one at the root, by tier that it comes to: 131,072 bytes a token
+/// over 25 GB/s from the host, and 4 GB/s more from a store, against 20 us. See docs/EVICTION.md, "Parameters".
+const FETCH_PERMILLE: [u32; 2] = [262, 1_900];
 
 /// The pages of a new node by name.
 #[derive(Clone, Copy)]
@@ -129,6 +133,9 @@ pub struct AdaptiveConfig {
     /// Depth, in pages, at which a page costs twice as much to compute again as at the root, because attention looks
     /// back over all of it. What is maximised is work saved. 0: all pages cost the same, hits are maximised.
     pub cost_knee_pages: u32,
+    /// What bringing a page to the device and to the host from the next tier costs, in thousandths of computing a page at the
+    /// root. A leaf that the next tier holds is not worth more than that.
+    pub fetch_permille: [u32; 2],
     /// False: the learned order rules everything always.
     pub guard: bool,
     /// Bit `i` silences signal `i` of [`SIGNAL_NAMES`], for ablations. 0 in service.
@@ -144,6 +151,7 @@ impl AdaptiveConfig {
             device_pages: capacity_pages,
             ghosts_max: 1 << 17,
             cost_knee_pages: (KNEE_TOKENS / page_tokens.max(1)).max(1),
+            fetch_permille: FETCH_PERMILLE,
             guard: true,
             silenced: 0,
         }
@@ -212,9 +220,14 @@ pub(super) struct Adaptive {
     tiers: [Cells; 2],
     /// By tier: leaves that are kept, the last to be used first.
     kept: [IndexHeap; 2],
-    gains: Box<Gains>,
+    /// By tier.
+    gains: Box<[Gains; 2]>,
     /// Depths at which the next level of cost starts.
-    levels: [u32; LEVELS - 1],
+    levels: [u32; FETCHED - 1],
+    /// By tier: what a page costs, by level.
+    costs: [[f64; LEVELS]; 2],
+    /// By tier: from this level on a fetch costs less.
+    fetched_from: [u8; 2],
     /// New uses so far.
     uses: u64,
     next_rebuild: u64,
@@ -236,6 +249,7 @@ impl Adaptive {
         let ages = Ages::new(config.capacity_pages);
         let cells = Cells::new(ages);
         let knee = u64::from(config.cost_knee_pages);
+        let costs = config.fetch_permille.map(|fetch| costs(knee, fetch));
         let mut adaptive = Adaptive {
             config,
             ages,
@@ -249,10 +263,12 @@ impl Adaptive {
             marks: Vec::new(),
             tiers: [cells.clone(), cells],
             kept: Default::default(),
-            gains: Box::new([[0.0; age::BINS]; cells::LISTS_ALL]),
+            gains: Box::new([[[0.0; age::BINS]; cells::LISTS_ALL]; 2]),
             // Level k starts where a page costs 2^(k/2): knee * (2^(k/2) - 1).
-            levels: [414, 1_000, 1_828, 3_000, 4_657, 7_000]
-                .map(|m| (knee * m / 1_000).min(u32::MAX.into()) as u32),
+            levels: [414, 1_000, 1_828, 3_000, 4_657].map(|m| (knee * m / 1_000).min(u32::MAX.into()) as u32),
+            costs,
+            fetched_from: costs
+                .map(|costs| costs[..FETCHED].iter().filter(|&&cost| cost <= costs[FETCHED]).count() as u8),
             uses: 0,
             next_rebuild: REBUILD_MIN,
             rebuilt_uses: 0,
@@ -570,7 +586,9 @@ impl Adaptive {
             self.file(at, leaf, now);
         }
         let mark = &mut self.marks[at as usize];
-        mark.standing = true;
+        (mark.standing, mark.copied) = (true, leaf.copied);
+        let is_fetched = leaf.copied && mark.level >= self.fetched_from[index(tier)];
+        mark.list = mark.class * LEVELS as u8 + if is_fetched { FETCHED as u8 } else { mark.level };
         if let Some(turn) = leaf.kept {
             (mark.list, mark.filed) = (KEPT, false);
             return self.kept[index(tier)].set(at, (Turn::MAX - turn, leaf.tick));
@@ -586,6 +604,12 @@ impl Adaptive {
     pub(super) fn settled(&self, at: u32, tick: u64) -> bool {
         let mark = &self.marks[at as usize];
         mark.standing && mark.filed && mark.tick == tick
+    }
+
+    /// False if the node stands as what the next tier holds and it does not, or the other way round.
+    #[inline]
+    pub(super) fn stands_as(&self, at: u32, copied: bool) -> bool {
+        self.marks.get(at as usize).is_none_or(|mark| !mark.standing || mark.copied == copied)
     }
 
     /// Takes a leaf out of the order of a tier, if it stands in it. O(1).
@@ -605,7 +629,7 @@ impl Adaptive {
     /// The next victim of a tier. O(1): at most 64 steps.
     pub(super) fn first(&mut self, nodes: &mut [Node], tier: Tier, now: u64) -> Option<u32> {
         let tier = index(tier);
-        let found = self.tiers[tier].first(nodes, &self.marks, now, &self.gains, self.safe[tier]);
+        let found = self.tiers[tier].first(nodes, &self.marks, now, &self.gains[tier], self.safe[tier]);
         found.or_else(|| self.kept[tier].peek())
     }
 
@@ -620,7 +644,7 @@ impl Adaptive {
     /// Shows the leaves of a tier in the order in which they would go, until `show` says stop.
     pub(super) fn ahead(&self, nodes: &[Node], tier: Tier, mut show: impl FnMut(u32) -> bool) {
         let tier = index(tier);
-        if self.tiers[tier].ahead(nodes, &self.gains, self.safe[tier], &mut show) {
+        if self.tiers[tier].ahead(nodes, &self.gains[tier], self.safe[tier], &mut show) {
             let _ = self.kept[tier].in_order().all(show);
         }
     }
@@ -644,7 +668,7 @@ impl Adaptive {
         let level = self.levels.iter().filter(|&&start| mark.base > start).count();
         let sample = mark.sample;
         let mark = &mut self.marks[at as usize];
-        (mark.list, mark.filed) = (class * LEVELS as u8 + level as u8, true);
+        (mark.class, mark.level, mark.filed) = (class, level as u8, true);
         if let Some(sample) = self.samples.get(sample) {
             // More is known of the use than when it began.
             if sample.octave == 0 {
@@ -708,18 +732,15 @@ impl Adaptive {
 
     /// Gains times costs.
     fn weigh(&mut self) {
-        const ROOT_2: f64 = std::f64::consts::SQRT_2;
-        for class in 0..CLASSES {
-            let mut cost = 1.0;
-            for level in 0..LEVELS {
-                for bin in 0..age::BINS {
-                    self.gains[class * LEVELS + level][bin] =
-                        (self.hazards.gain(class as u8, bin) * cost) as f32;
+        for (gains, costs) in self.gains.iter_mut().zip(&self.costs) {
+            for (list, gains) in gains[..cells::LISTS].iter_mut().enumerate() {
+                let (class, cost) = (list / LEVELS, costs[list % LEVELS]);
+                for (bin, gain) in gains.iter_mut().enumerate() {
+                    *gain = (self.hazards.gain(class as u8, bin) * cost) as f32;
                 }
-                cost *= if self.config.cost_knee_pages == 0 { 1.0 } else { ROOT_2 };
             }
+            gains[usize::from(FINISHED)] = [-1.0; age::BINS];
         }
-        self.gains[usize::from(FINISHED)] = [-1.0; age::BINS];
         self.tiers.iter_mut().for_each(Cells::all_dirty);
     }
 
@@ -739,6 +760,17 @@ impl Adaptive {
             gain_fresh: (fresh(0), fresh(CLASSES as u8 - 1)),
         }
     }
+}
+
+/// What a page costs on a tier, by level: to compute it, half an octave more a level, and to fetch it.
+fn costs(knee: u64, fetch_permille: u32) -> [f64; LEVELS] {
+    const ROOT_2: f64 = std::f64::consts::SQRT_2;
+    let mut costs = [1.0; LEVELS];
+    if knee > 0 {
+        (1..FETCHED).for_each(|level| costs[level] = costs[level - 1] * ROOT_2);
+    }
+    costs[FETCHED] = f64::from(fetch_permille) / 1_000.0;
+    costs
 }
 
 fn index(tier: Tier) -> usize {

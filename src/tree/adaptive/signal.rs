@@ -19,6 +19,8 @@ pub(in crate::tree) struct Leaf {
     pub(in crate::tree) kids: u32,
     /// Highest priority of a request through it.
     pub(in crate::tree) priority: i32,
+    /// The next tier holds all of it: to evict it costs a fetch, not a computation.
+    pub(in crate::tree) copied: bool,
     /// Kept: the turn of the first waiting request that will use it, the last turn there is if it is for sessions only.
     pub(in crate::tree) kept: Option<Turn>,
 }
@@ -89,6 +91,7 @@ mod tests {
             reach: u32::MAX,
             kids: u32::MAX,
             priority: i32::MAX,
+            copied: true,
             kept: Some(0),
         };
         let mark = Mark {
