@@ -467,14 +467,16 @@ impl Orders {
 
     /// Puts a leaf into an order, at the place that is right for it now; never of a list.
     fn put(&mut self, arena: &mut Arena, listed: Listed, at: u32) {
-        let node = &arena.nodes[at as usize];
-        match &mut self.adaptive {
-            Some(adaptive) => {
-                let (tier, leaf) = (tier_of(listed), leaf(&self.turns, at, arena));
-                adaptive.leave(&mut arena.nodes, tier, at);
-                adaptive.enter(&mut arena.nodes, tier, at, &leaf, self.tick);
-            }
-            None => self.heaps[listed as usize].set(at, self.policy.key(&facts(node))),
+        let Some(adaptive) = &mut self.adaptive else {
+            let key = self.policy.key(&facts(&arena.nodes[at as usize]));
+            return self.heaps[listed as usize].set(at, key);
+        };
+        let (tier, copied) = (tier_of(listed), is_copied(arena, at));
+        let Node { tick, refs, .. } = arena.nodes[at as usize];
+        adaptive.leave(&mut arena.nodes, tier, at);
+        if refs > 0 || !adaptive.enter_again(&mut arena.nodes, tier, at, (tick, copied), self.tick) {
+            let leaf = leaf(&self.turns, at, arena);
+            adaptive.enter(&mut arena.nodes, tier, at, &leaf, self.tick);
         }
     }
 
@@ -687,14 +689,14 @@ impl Orders {
         if self.has_components {
             self.rekey_components(arena, at);
         }
-        if !self.policy.is_list() {
-            if self.adaptive.as_ref().is_none_or(|a| !a.settled(at, self.tick)) {
-                self.rekey(arena, at);
-            }
-            return;
-        }
         let listed = arena.nodes[at as usize].listed;
         if listed == Listed::Nowhere {
+            return;
+        }
+        if !self.policy.is_list() {
+            if self.adaptive.as_ref().is_none_or(|a| !a.settled(at, self.tick)) {
+                self.put(arena, listed, at);
+            }
             return;
         }
         let ends = &mut self.lists[listed as usize];

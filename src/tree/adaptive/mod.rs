@@ -578,25 +578,43 @@ impl Adaptive {
     // ---- the orders ----
 
     /// Files a leaf in the order of a tier. A use that is new is scored, and followed if its turn comes. O(signals).
-    #[inline]
     pub(super) fn enter(&mut self, nodes: &mut [Node], tier: Tier, at: u32, leaf: &Leaf, now: u64) {
-        let mark = &mut self.marks[at as usize];
-        mark.tick = leaf.tick;
-        if !mark.filed {
+        if !self.marks[at as usize].filed {
             self.file(at, leaf, now);
         }
+        if leaf.kept.is_none() && self.enter_again(nodes, tier, at, (leaf.tick, leaf.copied), now) {
+            return;
+        }
         let mark = &mut self.marks[at as usize];
-        (mark.standing, mark.copied) = (true, leaf.copied);
-        let is_fetched = leaf.copied && mark.level >= self.fetched_from[index(tier)];
-        mark.list = mark.class * LEVELS as u8 + if is_fetched { FETCHED as u8 } else { mark.level };
+        (mark.tick, mark.standing, mark.copied, mark.filed) = (leaf.tick, true, leaf.copied, false);
         if let Some(turn) = leaf.kept {
-            (mark.list, mark.filed) = (KEPT, false);
+            mark.list = KEPT;
             return self.kept[index(tier)].set(at, (Turn::MAX - turn, leaf.tick));
         }
-        if mark.finished {
-            (mark.list, mark.filed) = (FINISHED, false);
-        }
+        mark.list = FINISHED;
         self.tiers[index(tier)].enter(nodes, &self.marks, at, now);
+    }
+
+    /// The same for a leaf that nothing keeps, last used at a tick and held by the next tier or not, if nothing has to be learned
+    /// of it. False if there has. O(1).
+    #[inline]
+    pub(super) fn enter_again(
+        &mut self,
+        nodes: &mut [Node],
+        tier: Tier,
+        at: u32,
+        (tick, copied): (u64, bool),
+        now: u64,
+    ) -> bool {
+        let mark = &mut self.marks[at as usize];
+        if !mark.filed || mark.finished {
+            return false;
+        }
+        (mark.tick, mark.standing, mark.copied) = (tick, true, copied);
+        let is_fetched = copied && mark.level >= self.fetched_from[index(tier)];
+        mark.list = mark.class * LEVELS as u8 + if is_fetched { FETCHED as u8 } else { mark.level };
+        self.tiers[index(tier)].enter(nodes, &self.marks, at, now);
+        true
     }
 
     /// True if the node stands where a use at `tick` belongs.
