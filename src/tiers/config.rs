@@ -270,7 +270,7 @@ impl CoreConfig {
             Eviction::Adaptive => {
                 let kept = if self.exclusive { device + host } else { device.max(host) };
                 let config = AdaptiveConfig::new(kept, self.page_size);
-                Policy::Adaptive(AdaptiveConfig { device_pages: device, ..config })
+                Policy::Adaptive(AdaptiveConfig { device_pages: device, host_pages: host, ..config })
             }
         }
     }

@@ -512,10 +512,10 @@ impl Orders {
         }
     }
 
-    /// A look-up found this path, `pages` in all: where the order learns, its uses are answered and time passes. The
+    /// A look-up found this path, `pages` in all, while `doubled` pages lie on both tiers: where the order learns, its uses are answered and time passes. The
     /// nodes stay where they stand; a touch or a lock moves them.
     #[inline]
-    pub(super) fn matched(&mut self, arena: &mut Arena, path: &[u32], pages: u32) {
+    pub(super) fn matched(&mut self, arena: &mut Arena, path: &[u32], pages: u32, doubled: u32) {
         if let Some(adaptive) = &mut self.adaptive {
             if path.last().is_some_and(|&at| adaptive.repeats(at)) {
                 // The touch or the release that follows is all there is to it.
@@ -534,7 +534,7 @@ impl Orders {
                 adaptive.answered(at, now);
                 adaptive.ended(at, tick, now);
             }
-            adaptive.request(now, pages, lru_pages);
+            adaptive.request(now, pages, lru_pages, doubled);
             path.iter().rev().for_each(|&at| self.set_tick(arena, at, now));
             self.tick += u64::from(pages);
         }

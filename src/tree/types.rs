@@ -390,3 +390,10 @@ pub struct TreeStats {
     /// Page hashes computed since the tree was made.
     pub hashed_pages: u64,
 }
+
+impl TreeStats {
+    /// Pages that have room on both tiers, copies in flight included.
+    pub(super) fn doubled_pages(&self) -> u32 {
+        self.host_pages_mirrored + self.host_pages_pending + self.device_pages_loading
+    }
+}

@@ -271,7 +271,8 @@ impl Tree {
         } else {
             self.match_below(ROOT, found, key, pages)
         };
-        self.orders.matched(&mut self.arena, &path, found.depth_pages());
+        let pages = found.depth_pages();
+        self.orders.matched(&mut self.arena, &path, pages, self.stats.doubled_pages());
         path
     }
 
@@ -344,7 +345,8 @@ impl Tree {
         let mut found = self.empty_match();
         (found.node, found.device_node, found.device_pages) = (held.node, held.node, depth);
         let path = self.match_below(anchor, &mut found, key.from_page(depth, self.page_size), pages);
-        self.orders.matched(&mut self.arena, &path, found.depth_pages() - depth);
+        let pages = found.depth_pages() - depth;
+        self.orders.matched(&mut self.arena, &path, pages, self.stats.doubled_pages());
         // The locked nodes stand in no order; their release counts as their use.
         for &at in path.iter().rev() {
             self.orders.touch(&mut self.arena, at);

@@ -122,12 +122,14 @@ pub(super) fn end_name(page: &[u32]) -> u32 {
 /// How to order victims.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AdaptiveConfig {
-    /// Pages of memory that the tree's order decides about: those of the device, or with a host tier those of the host
+    /// Most pages of memory that the tree's order decides about: those of the device, or with a host tier those of the host
     /// (inclusive) or of both (exclusive). Ages are seen on this scale, and LRU in this much memory is what is never
     /// lost against.
     pub capacity_pages: u64,
     /// Pages of the device alone.
     pub device_pages: u64,
+    /// Pages of the host tier; what lies on both is room that neither this order nor LRU has.
+    pub host_pages: u64,
     /// Most evicted nodes remembered. Enough is a few times the nodes that the memory holds.
     pub ghosts_max: usize,
     /// Depth, in pages, at which a page costs twice as much to compute again as at the root, because attention looks
@@ -149,6 +151,7 @@ impl AdaptiveConfig {
         AdaptiveConfig {
             capacity_pages,
             device_pages: capacity_pages,
+            host_pages: 0,
             ghosts_max: 1 << 17,
             cost_knee_pages: (KNEE_TOKENS / page_tokens.max(1)).max(1),
             fetch_permille: FETCH_PERMILLE,
@@ -453,10 +456,13 @@ impl Adaptive {
         mark.uses = mark.uses.saturating_add(1);
     }
 
-    /// A look-up is over: pages that it hit, and that LRU would have hit. O(1); lessons are amortised.
-    pub(super) fn request(&mut self, now: u64, own_pages: u32, lru_pages: u32) {
+    /// A look-up is over: pages that it hit, and that LRU would have hit; and pages that lie on both tiers now. O(1); lessons
+    /// are amortised.
+    pub(super) fn request(&mut self, now: u64, own_pages: u32, lru_pages: u32, doubled_pages: u32) {
         self.drop_all_carried(now);
-        self.shadow.settle();
+        let AdaptiveConfig { capacity_pages, device_pages, host_pages, .. } = self.config;
+        let room = (device_pages + host_pages).saturating_sub(doubled_pages.into());
+        self.shadow.settle_in(room.clamp(1, capacity_pages.max(1)));
         self.hit_pages += u64::from(own_pages);
         self.lru_hit_pages += u64::from(lru_pages);
         self.guard.count(own_pages.into(), lru_pages.into());

@@ -161,8 +161,13 @@ impl Shadow {
         }
     }
 
-    /// Lets go of what LRU would have evicted: between requests, since a running request is pinned.
-    pub(super) fn settle(&mut self) {
+    /// Lets go of what LRU would have evicted from so many pages: between requests, since a running request is pinned.
+    pub(super) fn settle_in(&mut self, capacity_pages: u64) {
+        self.capacity = capacity_pages;
+        self.settle();
+    }
+
+    fn settle(&mut self) {
         while let Some(oldest) = self.buckets.front().filter(|b| self.total - b.pages >= self.capacity) {
             self.total -= oldest.pages;
             self.buckets.pop_front();
