@@ -44,6 +44,41 @@ fn objects_outlive_the_engine() {
     assert!((0..4).all(|n| b.holds(n, (3 - n as usize) * MIB, MIB)));
 }
 
+/// The real client says that it has put what is there already, whatever its length, so a put has to ask first.
+#[test]
+fn what_somebody_else_put_is_kept_and_another_length_makes_way() {
+    let _alone = alone();
+    let Some(service) = Service::start("256 MB") else { return };
+    let (ours, theirs) = (open(&service), open(&service));
+    for len in [4096, (1 << 20) - 64, 1 << 20, (2 << 20) + 64] {
+        let (a, b) = (Arena::new(&ours, 12 * len), Arena::new(&theirs, 12 * (len + 64)));
+        let name = |n: usize| (len * 16 + n) as u64;
+        // The first four are as we shall put them, the next four are longer.
+        let put: Vec<_> = (0..8).map(|n| b.item(name(n), n * (len + 64), len + n / 4 * 64)).collect();
+        (0..8).for_each(|n| b.fill(n as u64, n * (len + 64), len + n / 4 * 64));
+        assert!(theirs.put(&put, &call()).iter().all(|o| o.is_ok()));
+        let items: Vec<_> = (0..12).map(|n| a.item(name(n), n * len, len)).collect();
+        (0..12).for_each(|n| a.fill(100 + n as u64, n * len, len));
+        let present = || ours.stats().put_present_total;
+        let before = present();
+        assert_eq!(ours.put(&items, &call()), [Outcome::Ok(len); 12]);
+        assert_eq!(present() - before, 4);
+        assert_eq!(ours.put(&items, &call()), [Outcome::Ok(len); 12]);
+        assert_eq!(present() - before, 16);
+        a.clear();
+        assert_eq!(ours.get(&items, &call()), [Outcome::Ok(len); 12]);
+        for n in 0..12 {
+            assert!(a.holds(if n < 4 { n } else { 100 + n } as u64, n * len, len), "object {n} of {len}");
+        }
+        let keys: Vec<_> = items.iter().map(|i| i.key).collect();
+        assert_eq!(open(&service).query(&keys, &call()), [Outcome::Ok(len); 12]);
+        let longer: Vec<_> = (0..12).map(|n| b.item(name(n), n * (len + 64), len + 64)).collect();
+        b.clear();
+        assert_eq!(theirs.get(&longer, &call()), [Outcome::SizeMismatch { stored: len }; 12]);
+        assert_eq!(ours.remove(&keys, &call()), [Outcome::Ok(len); 12]);
+    }
+}
+
 /// The real client is killed while four threads read and write. Whatever is answered `Ok` is whole; the others are
 /// told; nobody hangs; and with the real client back the same memory works again within ten seconds.
 #[test]

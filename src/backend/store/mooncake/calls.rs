@@ -10,13 +10,16 @@ use crate::backend::store::Item;
 use crate::backend::store::envelope::{HEADER_BYTES, Header, payload_crc};
 use crate::backend::store::regions::HeldSpans;
 use crate::backend::store::sealed::outcome_of;
+use crate::base::containers::Map;
 
-/// Bytes of one call to the service: enough to hide the round trip, little enough that the checksums of the next
-/// call fit beside it.
-const BYTES_PER_CALL: usize = 8 << 20;
-/// Bytes of the first and of the last call of a batch. While the first is prepared and the last is looked at, nothing is
-/// copied.
-const BYTES_PER_OUTER_CALL: usize = 2 << 20;
+/// Bytes of one call to the service at most. Between two calls of a connection the real client talks to the master for
+/// most of a millisecond; as long at least must the call of the other connection be copied.
+const BYTES_PER_CALL: usize = 16 << 20;
+/// Bytes of the first call of a put: nothing is copied while it is summed up.
+const BYTES_FIRST_PUT: usize = 3 << 20;
+/// Bytes of the last call of a get, since nothing is copied while it is checked, and of the first: two calls of one size
+/// that begin together are copied by turns and end together, and nothing is copied until the next ones have begun.
+const BYTES_OUTER_GET: usize = 4 << 20;
 /// Keys of one call that moves no payload.
 const KEYS_PER_CALL: usize = 1024;
 
@@ -64,7 +67,8 @@ impl Service<'_> {
         }
     }
 
-    /// One answer per key, in calls of bounded size.
+    /// One answer per key, in calls of bounded size. `meanwhile` is done while the first of them is under way; not at
+    /// all if there is none.
     fn by_keys<T: Clone>(
         self,
         function: &'static Function,
@@ -72,15 +76,22 @@ impl Service<'_> {
         call: &Call,
         finish: impl Fn(Request) -> Request,
         value: impl Fn(&mut Reply<'_>) -> Result<T, Malformed>,
+        meanwhile: impl FnOnce(),
     ) -> Vec<Result<Answer<T>, Outcome>> {
         let mut out = Vec::with_capacity(keys.len());
+        let mut meanwhile = Some(meanwhile);
         for chunk in keys.chunks(KEYS_PER_CALL) {
             let names: Vec<String> = chunk.iter().map(name_of).collect();
             let done = match call.stopped() {
                 Some(stopped) => Err(stopped),
                 None => self.on_lane(call, false, |lane| {
                     let request = Request::new(function, names.len()).texts(names.iter().map(String::as_str));
-                    lane.conn.call(function, finish(request), call.deadline, |r| r.each(chunk.len(), &value))
+                    let number = lane.conn.send(finish(request))?;
+                    if let Some(work) = meanwhile.take() {
+                        work();
+                    }
+                    let body = lane.conn.receive(number, call.deadline)?;
+                    Ok(Reply::of(function, &body)?.each(chunk.len(), &value)?)
                 }),
             };
             match done {
@@ -91,9 +102,9 @@ impl Service<'_> {
         out
     }
 
-    /// Presence: `Ok(0)` or `Missing`.
-    pub(super) fn exist(self, keys: &[StoreKey], call: &Call) -> Vec<Outcome> {
-        let answers = self.by_keys(&wire::EXIST, keys, call, |r| r, |v| v.flag());
+    /// Presence: `Ok(0)` or `Missing`. `meanwhile` is done while the service looks.
+    pub(super) fn exist(self, keys: &[StoreKey], call: &Call, meanwhile: impl FnOnce()) -> Vec<Outcome> {
+        let answers = self.by_keys(&wire::EXIST, keys, call, |r| r, |v| v.flag(), meanwhile);
         answers
             .into_iter()
             .map(|answer| match answer {
@@ -107,7 +118,7 @@ impl Service<'_> {
 
     /// Removes whatever is under the keys, leased or not: `Ok(0)` or `Missing`.
     pub(super) fn remove(self, keys: &[StoreKey], call: &Call) -> Vec<Outcome> {
-        let answers = self.by_keys(&wire::REMOVE, keys, call, |r| r.flag(true), |v| v.nothing());
+        let answers = self.by_keys(&wire::REMOVE, keys, call, |r| r.flag(true), |v| v.nothing(), || ());
         answers
             .into_iter()
             .map(|answer| match answer {
@@ -172,10 +183,11 @@ impl Service<'_> {
         }
     }
 
-    /// Writes objects that are not there. Sealing the next call's objects goes on while this one's are copied.
-    pub(super) fn put(self, objects: &[Object<'_>], call: &Call) -> Vec<Outcome> {
+    /// Writes objects that are not there. Sealing the next call's objects goes on while this one's are copied; `sums`
+    /// are the checksums of payloads that are known already.
+    pub(super) fn put(self, objects: &[Object<'_>], sums: &Map<StoreKey, u32>, call: &Call) -> Vec<Outcome> {
         let seal = |lane: &Lane, slot: usize, (item, memory): &Object<'_>| {
-            let crc = payload_crc(memory.runs());
+            let crc = sums.get(&item.key).copied().unwrap_or_else(|| payload_crc(memory.runs()));
             let header = Header::new(item.key, item.space, memory.len() as u64, crc);
             let held = self.session.slot(lane, slot)?;
             held.fill(0, &header.encode());
@@ -194,7 +206,8 @@ impl Service<'_> {
                 })
                 .collect())
         };
-        let out = self.transfer(&wire::PUT, objects, call, seal, finish, outcomes);
+        let out =
+            self.transfer(&wire::PUT, cuts(objects, room_of_put()), objects, call, seal, finish, outcomes);
         if out.contains(&Outcome::AddressLost) {
             self.session.doubt();
         }
@@ -217,7 +230,8 @@ impl Service<'_> {
                 })
                 .collect())
         };
-        let mut out = self.transfer(&wire::GET, objects, call, slot, finish, outcomes);
+        let mut out =
+            self.transfer(&wire::GET, cuts(objects, room_of_get()), objects, call, slot, finish, outcomes);
         self.explain(objects, call, &mut out);
         out
     }
@@ -244,11 +258,13 @@ impl Service<'_> {
         }
     }
 
-    /// Cuts the objects into calls and keeps [`CALLS_AHEAD`] of them under way: `prepare` readies the header of
-    /// each object of a call, `finish` ends the request, `outcomes` reads the answer.
+    /// Keeps [`CALLS_AHEAD`] of `calls` under way: `prepare` readies the header of each object of a call, `finish` ends
+    /// the request, `outcomes` reads the answer.
+    #[expect(clippy::too_many_arguments, reason = "what a put and a get have not in common")]
     fn transfer(
         self,
         function: &'static Function,
+        calls: impl Iterator<Item = Range<usize>>,
         objects: &[Object<'_>],
         call: &Call,
         prepare: impl Fn(&Lane, usize, &Object<'_>) -> Result<HeldSpans, Outcome>,
@@ -261,8 +277,7 @@ impl Service<'_> {
         }
         let mut stopped = None;
         let run = self.on_lane(call, true, |lane| {
-            let object_bytes = objects.iter().map(|(_, memory)| memory.len()).collect();
-            let mut calls = cuts(object_bytes).enumerate().peekable();
+            let mut calls = calls.enumerate().peekable();
             if calls.peek().is_some_and(|(_, first)| first.len() < objects.len()) {
                 self.session.widen(lane);
             }
@@ -335,13 +350,40 @@ fn check((item, memory): &Object<'_>, header: &HeldSpans) -> Outcome {
     Outcome::Ok(memory.len())
 }
 
-/// Cuts a batch into calls of at most so many objects and, but for single objects, so many bytes: small at both ends.
-fn cuts(object_bytes: Vec<usize>) -> impl Iterator<Item = Range<usize>> {
+/// Bytes of the calls of a put, one after the other. Each is summed up while the ones before are copied, which takes longer.
+fn room_of_put() -> impl FnMut(usize) -> usize {
+    let mut next = BYTES_FIRST_PUT;
+    move |_| {
+        let room = next;
+        next = (room / 2 * 5).min(BYTES_PER_CALL);
+        room
+    }
+}
+
+/// Bytes of the calls of a get, one after the other: the first is small, and from then on half of what is left.
+fn room_of_get() -> impl FnMut(usize) -> usize {
+    let mut most = BYTES_OUTER_GET;
+    move |left| {
+        let room = (left / 2).clamp(BYTES_OUTER_GET, most);
+        most = BYTES_PER_CALL;
+        room
+    }
+}
+
+/// Cuts a batch into calls of at most so many objects and, but for single objects, of so many bytes as `room` has for the
+/// next one, which is told how many are left.
+fn cuts(objects: &[Object<'_>], room: impl FnMut(usize) -> usize) -> impl Iterator<Item = Range<usize>> {
+    cuts_of(objects.iter().map(|(_, memory)| memory.len()).collect(), room)
+}
+
+fn cuts_of(
+    object_bytes: Vec<usize>,
+    mut room: impl FnMut(usize) -> usize,
+) -> impl Iterator<Item = Range<usize>> {
     let mut left = object_bytes.iter().copied().fold(0, usize::saturating_add);
-    let mut most = BYTES_PER_OUTER_CALL;
     let mut first = 0;
     std::iter::from_fn(move || {
-        let room = (left / 2).clamp(BYTES_PER_OUTER_CALL, most);
+        let room = room(left);
         let (start, mut end, mut bytes) = (first, first, 0_usize);
         while end < object_bytes.len() && end - start < ITEMS_PER_CALL {
             let more = bytes.saturating_add(object_bytes[end]);
@@ -352,7 +394,6 @@ fn cuts(object_bytes: Vec<usize>) -> impl Iterator<Item = Range<usize>> {
         }
         first = end;
         left = left.saturating_sub(bytes);
-        most = (2 * most).min(BYTES_PER_CALL);
         (end > start).then_some(start..end)
     })
 }
@@ -361,20 +402,28 @@ fn cuts(object_bytes: Vec<usize>) -> impl Iterator<Item = Range<usize>> {
 mod tests {
     use super::*;
 
+    fn calls(object_bytes: Vec<usize>, room: impl FnMut(usize) -> usize) -> Vec<usize> {
+        let mut next = 0;
+        let lens = cuts_of(object_bytes, room).map(|call| {
+            assert_eq!(call.start, std::mem::replace(&mut next, call.end));
+            call.len()
+        });
+        lens.collect()
+    }
+
     #[test]
-    fn the_calls_of_a_batch_are_small_at_both_ends_and_leave_nothing_out() {
-        let calls = |bytes: Vec<usize>| -> Vec<usize> {
-            let mut next = 0;
-            let lens = cuts(bytes).map(|call| {
-                assert_eq!(call.start, std::mem::replace(&mut next, call.end));
-                call.len()
-            });
-            lens.collect()
-        };
-        assert_eq!(calls(vec![1 << 20; 64]), [2, 4, 8, 8, 8, 8, 8, 8, 5, 2, 2, 1]);
-        assert_eq!(calls(vec![64 << 10; 200]), [32, 64, 52, 32, 20]);
-        assert_eq!(calls(vec![4096; 130]), [64, 64, 2]);
-        assert_eq!(calls(vec![0, 32 << 20, 0, usize::MAX, usize::MAX, 1]), [1, 1, 1, 1, 1, 1]);
-        assert!(calls(vec![]).is_empty());
+    fn calls_of_a_put_grow_those_of_a_get_shrink_and_nothing_is_left_out() {
+        let put = |bytes| calls(bytes, room_of_put());
+        let get = |bytes| calls(bytes, room_of_get());
+        assert_eq!(put(vec![1 << 20; 64]), [3, 7, 16, 16, 16, 6]);
+        assert_eq!(get(vec![1 << 20; 64]), [4, 16, 16, 14, 7, 4, 3]);
+        assert_eq!(put(vec![64 << 10; 200]), [48, 64, 64, 24]);
+        assert_eq!(get(vec![64 << 10; 200]), [64, 64, 64, 8]);
+        let odd = vec![0, 32 << 20, 0, usize::MAX, usize::MAX, 1];
+        for cut in [put, get] {
+            assert_eq!(cut(vec![4096; 130]), [64, 64, 2]);
+            assert_eq!(cut(odd.clone()), [1, 1, 1, 1, 1, 1]);
+            assert!(cut(vec![]).is_empty());
+        }
     }
 }

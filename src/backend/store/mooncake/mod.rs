@@ -33,7 +33,7 @@ pub use wire::RELEASE;
 use self::calls::Service;
 use self::session::{ITEMS_PER_CALL, Session};
 use super::batch::{Call, Item, Outcome};
-use super::envelope::HEADER_BYTES;
+use super::envelope::{HEADER_BYTES, payload_crc};
 use super::gate::{Gate, locked};
 use super::regions::{RegionToken, RegisterError};
 use super::stats::{Counters, Health, OpKind, StoreStats};
@@ -51,6 +51,10 @@ pub const OBJECT_BYTES_EFFICIENT: usize = 256 << 10;
 
 /// Payload lengths remembered, so that a query need not ask for them. 40 bytes each.
 const SIZES_MAX: usize = 1 << 17;
+
+/// Payload bytes of a put that are summed up while the service looks which objects are there: as many as take about that
+/// long. The sums of those that are there are of no use.
+const SUMMED_WHILE_ASKED_BYTES: usize = 10 << 20;
 
 /// First bytes of every object's name in the pool, which other users share.
 const NAME_PREFIX: &str = "sapwood1-";
@@ -207,8 +211,8 @@ impl MooncakeStore {
         out
     }
 
-    fn query_all(&self, keys: &[StoreKey], call: &Call) -> Vec<Outcome> {
-        let mut out = self.service().exist(keys, call);
+    fn query_all(&self, keys: &[StoreKey], call: &Call, meanwhile: impl FnOnce()) -> Vec<Outcome> {
+        let mut out = self.service().exist(keys, call, meanwhile);
         let there: Vec<StoreKey> =
             keys.iter().zip(&out).filter(|(_, o)| o.is_ok()).map(|(k, _)| *k).collect();
         let mut sizes = self.sizes_of(&there, call).into_iter();
@@ -234,7 +238,18 @@ impl MooncakeStore {
         }
         let keys: Vec<StoreKey> = work.iter().map(|(i, _)| items[*i].key).collect();
         let mut stale = Vec::new();
-        let mut present = self.query_all(&keys, call).into_iter();
+        let mut sums = Map::default();
+        let sum_first = || {
+            let mut bytes = 0_usize;
+            for (i, memory) in &work {
+                bytes = bytes.saturating_add(memory.len());
+                if bytes > SUMMED_WHILE_ASKED_BYTES {
+                    break;
+                }
+                sums.insert(items[*i].key, payload_crc(memory.runs()));
+            }
+        };
+        let mut present = self.query_all(&keys, call, sum_first).into_iter();
         work.retain(|(i, memory)| match present.next().unwrap_or(Outcome::Missing) {
             Outcome::Ok(n) if n == memory.len() => {
                 self.counters.put_present.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -253,7 +268,7 @@ impl MooncakeStore {
         });
         let _ = self.forget(&stale, call);
         let objects: Vec<_> = work.iter().map(|(i, memory)| (&items[*i], memory)).collect();
-        for ((i, _), outcome) in work.iter().zip(self.service().put(&objects, call)) {
+        for ((i, _), outcome) in work.iter().zip(self.service().put(&objects, &sums, call)) {
             if let Outcome::Ok(n) = outcome {
                 self.remember(items[*i].key, n);
             }
@@ -305,7 +320,7 @@ impl MooncakeStore {
     }
 
     fn remove_all(&self, keys: &[StoreKey], call: &Call) -> Vec<Outcome> {
-        let sizes = self.query_all(keys, call);
+        let sizes = self.query_all(keys, call, || ());
         let there: Vec<StoreKey> =
             keys.iter().zip(&sizes).filter(|(_, o)| o.is_ok()).map(|(k, _)| *k).collect();
         let mut removed = self.forget(&there, call).into_iter();
@@ -394,7 +409,7 @@ impl Store for MooncakeStore {
     }
 
     fn query(&self, keys: &[StoreKey], call: &Call) -> Vec<Outcome> {
-        self.batch(OpKind::Query, keys, call, || self.query_all(keys, call))
+        self.batch(OpKind::Query, keys, call, || self.query_all(keys, call, || ()))
     }
 
     /// The pool protects for [`LEASE`] what it reports present, and evicts first what has been unprotected for longest.
@@ -402,7 +417,7 @@ impl Store for MooncakeStore {
         if let Some(_inside) = self.gate.enter()
             && call.stopped().is_none()
         {
-            self.service().exist(keys, call);
+            self.service().exist(keys, call, || ());
         }
     }
 
