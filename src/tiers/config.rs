@@ -268,7 +268,7 @@ impl CoreConfig {
         match self.eviction {
             Eviction::Lru => Policy::Lru,
             Eviction::Adaptive => {
-                let kept = if self.exclusive { device + host } else { device.max(host) };
+                let kept = if self.prefers_sole_copies() { device + host } else { device.max(host) };
                 let config = AdaptiveConfig::new(kept, self.page_size);
                 Policy::Adaptive(AdaptiveConfig { device_pages: device, host_pages: host, ..config })
             }

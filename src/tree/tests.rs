@@ -942,20 +942,21 @@ fn what_the_next_tier_holds_is_worth_a_fetch() {
 #[test]
 fn what_lies_on_two_tiers_is_no_room_for_lru_either() {
     let learns =
-        adaptive::AdaptiveConfig { device_pages: 4, host_pages: 4, ..adaptive::AdaptiveConfig::new(8, 2) };
-    let mut rig = Rig::new(TreeConfig { policy: Policy::Adaptive(learns), ..config(2) }, 4, 4);
-    let nodes = ["a", "b", "c", "d"].map(|text| rig.insert(key(&row(text))).unwrap().node);
+        adaptive::AdaptiveConfig { device_pages: 32, host_pages: 32, ..adaptive::AdaptiveConfig::new(64, 2) };
+    let mut rig = Rig::new(TreeConfig { policy: Policy::Adaptive(learns), ..config(2) }, 32, 32);
+    let text = |n: u8| row(&String::from(char::from(b'!' + n)));
+    let nodes: Vec<NodeId> = (0..32).map(|n| rig.insert(key(&text(n))).unwrap().node).collect();
     nodes.iter().for_each(|&node| rig.backup(node));
-    let [e, _] = ["e", "f"].map(|text| rig.insert(key(&row(text))).unwrap().node);
-    assert_eq!((rig.device.used_pages(), rig.host.used_pages()), (4, 4));
-    assert_eq!(rig.tree.stats().host_pages_mirrored, 2, "room for six pages is left of eight");
+    let more: Vec<NodeId> = (32..62).map(|n| rig.insert(key(&text(n))).unwrap().node).collect();
+    assert_eq!((rig.device.used_pages(), rig.host.used_pages()), (32, 32));
+    assert_eq!(rig.tree.stats().host_pages_mirrored, 2, "room for 62 pages is left of 64");
     let mut freed = Vec::new();
     rig.tree.evict_host(1, &mut freed);
     rig.free_host(&freed);
-    assert!(rig.tree.is_backed_up(nodes[0]).is_err(), "the oldest goes for the seventh");
-    rig.insert(key(&row("g"))).unwrap();
-    rig.backup(e);
-    rig.insert(key(&row("a"))).unwrap();
+    assert!(rig.tree.is_backed_up(nodes[0]).is_err(), "the oldest goes for the next one");
+    rig.insert(key(&text(62))).unwrap();
+    rig.backup(more[0]);
+    rig.insert(key(&text(0))).unwrap();
     rig.check();
     let hits = rig.tree.adaptive_stats().unwrap();
     assert_eq!((hits.hit_pages, hits.lru_hit_pages), (0, 0));
