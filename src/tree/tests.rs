@@ -888,18 +888,19 @@ fn copies_written_ahead_are_spared_under_the_order_that_learns() {
 fn what_the_next_tier_holds_is_worth_a_fetch() {
     let learns = adaptive::AdaptiveConfig {
         guard: false,
-        // Computing a page behind the second costs more than two, fetching one from a store 1.9.
+        // Computing a page behind the third costs more than two, fetching one from a store about two.
         cost_knee_pages: 2,
-        ..adaptive::AdaptiveConfig::new(40, 2)
+        // So large that both are of about one age.
+        ..adaptive::AdaptiveConfig::new(400, 2)
     };
     let config = TreeConfig { policy: Policy::Adaptive(learns), hashing: true, ..config(2) };
     let mut rig = Rig::new(config, 40, 40);
     rig.insert(key(&row("zz"))).unwrap();
     rig.tree.match_prefix(key(&row("zz")), &mut Vec::new());
-    // Two branches behind three pages that are computed only once: one is a page older than the other.
-    let trunk = rig.insert(key(&row("abc"))).unwrap().node;
-    let [old, young] = ["abcde", "abcfg"].map(|text| {
-        rig.tree.match_prefix(key(&row("abc")), &mut Vec::new());
+    // Two branches behind four pages that are computed only once: one is a page older than the other.
+    let trunk = rig.insert(key(&row("abcd"))).unwrap().node;
+    let [old, young] = ["abcdef", "abcdgh"].map(|text| {
+        rig.tree.match_prefix(key(&row("abcd")), &mut Vec::new());
         rig.insert(key(&row(text))).unwrap().node
     });
     let order = |rig: &Rig, tier| {

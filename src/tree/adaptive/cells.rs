@@ -15,15 +15,16 @@ use crate::tree::node::{Links, Node};
 use super::age::{Ages, BINS};
 use super::mark::{Mark, NIL};
 
-/// Levels of cost: to compute a leaf again, by its depth, and last the one of what the next tier holds.
-pub(super) const LEVELS: usize = 7;
-pub(super) const FETCHED: usize = LEVELS - 1;
+/// Levels of cost, half an octave each.
+pub(super) const LEVELS: usize = 10;
+/// The level of computing a page at the root. Those below are for what the next tier holds too.
+pub(super) const ROOT_LEVEL: u8 = 4;
 /// Lists of classes and levels.
 pub(super) const LISTS: usize = super::hazard::CLASSES * LEVELS;
 /// The list of leaves that are finished: they go first.
 pub(super) const FINISHED: u8 = LISTS as u8;
 pub(super) const LISTS_ALL: usize = LISTS + 1;
-const _: () = assert!(LISTS_ALL <= 64, "a word has a bit for every list");
+const _: () = assert!(LISTS_ALL <= 128, "a word has a bit for every list");
 /// Intervals at a time.
 const SLOTS: usize = 64;
 /// Neighbours are merged when they span less than 1/3 of their age: finer than the bins of the hazards.
@@ -70,7 +71,7 @@ pub(super) struct Cells {
     /// By slot and list.
     queues: Vec<[Queue; LISTS_ALL]>,
     /// By slot: lists that are not empty.
-    full: [u64; SLOTS],
+    full: [u128; SLOTS],
     /// Slots whose `best` is out of date.
     dirty: u64,
     /// By slot: the list that is worth least, and its worth.
@@ -467,7 +468,7 @@ impl Cells {
 }
 
 /// The lists of a word, in order.
-fn lists(mut word: u64) -> impl Iterator<Item = usize> {
+fn lists(mut word: u128) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
         let list = word.trailing_zeros() as usize;
         (word != 0).then(|| word &= word - 1).map(|()| list)
@@ -480,7 +481,7 @@ fn is_ranked(worth: f32) -> bool {
 }
 
 /// The list that is worth least among those that are not empty. O(lists that are not empty).
-fn best(mut full: u64, bin: usize, gains: &Gains) -> (f32, u8) {
+fn best(mut full: u128, bin: usize, gains: &Gains) -> (f32, u8) {
     let mut least = (f32::INFINITY, 0);
     while full != 0 {
         let list = full.trailing_zeros() as u8;

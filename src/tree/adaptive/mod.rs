@@ -46,7 +46,7 @@ use crate::tree::node::Node;
 use crate::tree::walk::{fold, page_name};
 
 use age::{Ages, half_octave};
-use cells::{Cells, FETCHED, FINISHED, Gains, LEVELS};
+use cells::{Cells, FINISHED, Gains, LEVELS, ROOT_LEVEL};
 use ghosts::{Ghost, Ghosts, NO_SAMPLE};
 use guard::Guard;
 use hazard::{CLASSES, Hazards};
@@ -69,6 +69,8 @@ const FADE_SCORES: f64 = 0.9;
 const KEPT: u8 = u8::MAX;
 /// Requests that run and are in the middle of a ghost.
 const CARRIED_MAX: usize = 256;
+
+const ROOT_2: f64 = std::f64::consts::SQRT_2;
 
 /// Where attention doubles the cost of a token in a model of 8 B parameters with 32 layers of 4,096: 1.6e10 FLOP against
 /// 524,288 per position before it.
@@ -140,7 +142,9 @@ pub struct AdaptiveConfig {
     /// back over all of it. What is maximised is work saved. 0: all pages cost the same, hits are maximised.
     pub cost_knee_pages: u32,
     /// What bringing a page to the device and to the host from the next tier costs, in thousandths of computing a page at the
-    /// root. A leaf that the next tier holds is not worth more than that.
+    /// root. A leaf of the device that the host holds counts for that share, a quarter at least, of what one does that would have to
+    /// be computed: the host may have lost it by the time it is asked for. A leaf of the host that the store holds is worth
+    /// no more than a fetch.
     pub fetch_permille: [u32; 2],
     /// False: the learned order rules everything always.
     pub guard: bool,
@@ -227,14 +231,13 @@ pub(super) struct Adaptive {
     tiers: [Cells; 2],
     /// By tier: leaves that are kept, the last to be used first.
     kept: [IndexHeap; 2],
-    /// By tier.
-    gains: Box<[Gains; 2]>,
+    gains: Box<Gains>,
     /// Depths at which the next level of cost starts.
-    levels: [u32; FETCHED - 1],
-    /// By tier: what a page costs, by level.
-    costs: [[f64; LEVELS]; 2],
-    /// By tier: from this level on a fetch costs less.
-    fetched_from: [u8; 2],
+    levels: [u32; LEVELS - 1 - ROOT_LEVEL as usize],
+    /// Levels that a copy on the host makes a leaf of the device cheaper.
+    host_saves: u8,
+    /// The dearest level of a leaf of the host that the store holds.
+    store_level: u8,
     /// New uses so far.
     uses: u64,
     next_rebuild: u64,
@@ -256,7 +259,7 @@ impl Adaptive {
         let ages = Ages::new(config.capacity_pages);
         let cells = Cells::new(ages);
         let knee = u64::from(config.cost_knee_pages);
-        let costs = config.fetch_permille.map(|fetch| costs(knee, fetch));
+        let [host, store] = config.fetch_permille.map(level_of);
         let mut adaptive = Adaptive {
             config,
             ages,
@@ -270,12 +273,11 @@ impl Adaptive {
             marks: Vec::new(),
             tiers: [cells.clone(), cells],
             kept: Default::default(),
-            gains: Box::new([[[0.0; age::BINS]; cells::LISTS_ALL]; 2]),
+            gains: Box::new([[0.0; age::BINS]; cells::LISTS_ALL]),
             // Level k starts where a page costs 2^(k/2): knee * (2^(k/2) - 1).
             levels: [414, 1_000, 1_828, 3_000, 4_657].map(|m| (knee * m / 1_000).min(u32::MAX.into()) as u32),
-            costs,
-            fetched_from: costs
-                .map(|costs| costs[..FETCHED].iter().filter(|&&cost| cost <= costs[FETCHED]).count() as u8),
+            host_saves: ROOT_LEVEL.saturating_sub(host),
+            store_level: store,
             uses: 0,
             next_rebuild: REBUILD_MIN,
             rebuilt_uses: 0,
@@ -622,8 +624,12 @@ impl Adaptive {
             return false;
         }
         (mark.tick, mark.standing, mark.copied) = (tick, true, copied);
-        let is_fetched = copied && mark.level >= self.fetched_from[index(tier)];
-        mark.list = mark.class * LEVELS as u8 + if is_fetched { FETCHED as u8 } else { mark.level };
+        let level = match tier {
+            _ if !copied => mark.level,
+            Tier::Device => mark.level.saturating_sub(self.host_saves),
+            _ => mark.level.min(self.store_level),
+        };
+        mark.list = mark.class * LEVELS as u8 + level;
         self.tiers[index(tier)].enter(nodes, &self.marks, at, now);
         true
     }
@@ -658,7 +664,7 @@ impl Adaptive {
     /// The next victim of a tier. O(1): at most 64 steps.
     pub(super) fn first(&mut self, nodes: &mut [Node], tier: Tier, now: u64) -> Option<u32> {
         let tier = index(tier);
-        let found = self.tiers[tier].first(nodes, &self.marks, now, &self.gains[tier], self.safe[tier]);
+        let found = self.tiers[tier].first(nodes, &self.marks, now, &self.gains, self.safe[tier]);
         found.or_else(|| self.kept[tier].peek())
     }
 
@@ -673,7 +679,7 @@ impl Adaptive {
     /// Shows the leaves of a tier in the order in which they would go, until `show` says stop.
     pub(super) fn ahead(&self, nodes: &[Node], tier: Tier, mut show: impl FnMut(u32) -> bool) {
         let tier = index(tier);
-        if self.tiers[tier].ahead(nodes, &self.gains[tier], self.safe[tier], &mut show) {
+        if self.tiers[tier].ahead(nodes, &self.gains, self.safe[tier], &mut show) {
             let _ = self.kept[tier].in_order().all(show);
         }
     }
@@ -694,7 +700,7 @@ impl Adaptive {
             (0..SIGNALS).filter(|s| self.config.silenced >> s & 1 == 1).for_each(|s| signals.silence(s));
         }
         let class = self.scorer.classify(&signals, leaf.pages);
-        let level = self.levels.iter().filter(|&&start| mark.base > start).count();
+        let level = usize::from(ROOT_LEVEL) + self.levels.iter().filter(|&&start| mark.base > start).count();
         let sample = mark.sample;
         let mark = &mut self.marks[at as usize];
         (mark.class, mark.level, mark.filed) = (class, level as u8, true);
@@ -761,15 +767,14 @@ impl Adaptive {
 
     /// Gains times costs.
     fn weigh(&mut self) {
-        for (gains, costs) in self.gains.iter_mut().zip(&self.costs) {
-            for (list, gains) in gains[..cells::LISTS].iter_mut().enumerate() {
-                let (class, cost) = (list / LEVELS, costs[list % LEVELS]);
-                for (bin, gain) in gains.iter_mut().enumerate() {
-                    *gain = (self.hazards.gain(class as u8, bin) * cost) as f32;
-                }
+        let costs = costs(self.config.cost_knee_pages);
+        for (list, gains) in self.gains[..cells::LISTS].iter_mut().enumerate() {
+            let (class, cost) = (list / LEVELS, costs[list % LEVELS]);
+            for (bin, gain) in gains.iter_mut().enumerate() {
+                *gain = (self.hazards.gain(class as u8, bin) * cost) as f32;
             }
-            gains[usize::from(FINISHED)] = [-1.0; age::BINS];
         }
+        self.gains[usize::from(FINISHED)] = [-1.0; age::BINS];
         self.tiers.iter_mut().for_each(Cells::all_dirty);
     }
 
@@ -791,15 +796,21 @@ impl Adaptive {
     }
 }
 
-/// What a page costs on a tier, by level: to compute it, half an octave more a level, and to fetch it.
-fn costs(knee: u64, fetch_permille: u32) -> [f64; LEVELS] {
-    const ROOT_2: f64 = std::f64::consts::SQRT_2;
+/// What a page costs by level, 1 at the root; without a knee the same at every depth.
+fn costs(knee_pages: u32) -> [f64; LEVELS] {
     let mut costs = [1.0; LEVELS];
-    if knee > 0 {
-        (1..FETCHED).for_each(|level| costs[level] = costs[level - 1] * ROOT_2);
+    (0..usize::from(ROOT_LEVEL)).rev().for_each(|level| costs[level] = costs[level + 1] / ROOT_2);
+    if knee_pages > 0 {
+        (usize::from(ROOT_LEVEL) + 1..LEVELS).for_each(|level| costs[level] = costs[level - 1] * ROOT_2);
     }
-    costs[FETCHED] = f64::from(fetch_permille) / 1_000.0;
     costs
+}
+
+/// The level whose cost is nearest, as a ratio.
+fn level_of(permille: u32) -> u8 {
+    let cost = f64::from(permille) / 1_000.0;
+    let middles = costs(1).windows(2).filter(|pair| cost * cost > pair[0] * pair[1]).count();
+    middles as u8
 }
 
 fn index(tier: Tier) -> usize {
