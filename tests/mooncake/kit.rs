@@ -130,11 +130,41 @@ impl Service {
     pub(crate) fn client_pid(&self) -> u32 {
         self.client.as_ref().unwrap().id()
     }
+}
 
-    /// Sends the real client a signal by name.
-    pub(crate) fn signal_client(&self, signal: &str) {
-        let pid = self.client_pid().to_string();
-        let sent = std::process::Command::new("kill").args(["-s", signal, &pid]).status().unwrap();
-        assert!(sent.success());
+/// A process that stands still, until this is dropped: also by a test that fails, which would wait for it for ever.
+pub(crate) struct StandsStill(u32);
+
+impl StandsStill {
+    /// Stops a process. A signal is only left with it, and its threads work on until one of them takes it up: this returns
+    /// when all have stopped.
+    pub(crate) fn stop(pid: u32) -> StandsStill {
+        signal(pid, "STOP");
+        let stopped = StandsStill(pid);
+        until("it stands still", Duration::from_secs(20), || states(pid).iter().all(|state| *state == 'T'));
+        stopped
     }
+}
+
+impl Drop for StandsStill {
+    fn drop(&mut self) {
+        signal(self.0, "CONT");
+    }
+}
+
+fn signal(pid: u32, name: &str) {
+    let sent = std::process::Command::new("kill").args(["-s", name, &pid.to_string()]).status().unwrap();
+    assert!(sent.success());
+}
+
+/// What each thread of a process does, by the letters of proc(5).
+fn states(pid: u32) -> Vec<char> {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    threads
+        .filter_map(|t| {
+            // A thread may end while we look. Its name stands in parentheses and may have any letter.
+            let stat = std::fs::read_to_string(t.unwrap().path().join("stat")).ok()?;
+            stat.rsplit_once(')')?.1.trim_start().chars().next()
+        })
+        .collect()
 }

@@ -1,8 +1,9 @@
 //! What the session with the real client promises.
 
 use std::io::{Read as _, Write as _};
-use std::net::{Ipv4Addr, TcpListener};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use sapwood::backend::region::Sharing;
@@ -10,7 +11,7 @@ use sapwood::backend::store::group::Grouped;
 use sapwood::backend::store::mooncake::{MooncakeConfig, MooncakeError, MooncakeStore};
 use sapwood::backend::store::{Call, Health, Outcome, RegisterError, Store, TransportCause};
 
-use crate::kit::{Arena, Left, alone, assert_left, mapped_by, region, until};
+use crate::kit::{Arena, Left, StandsStill, alone, assert_left, mapped_by, region, until};
 use crate::service::Service;
 
 const MIB: usize = 1 << 20;
@@ -247,19 +248,15 @@ fn nobody_there_is_an_error_and_leaves_nothing() {
 }
 
 /// A server that answers every call with `answer(function)`: error number and body.
-fn fake(answer: impl Fn(u32) -> (u8, Vec<u8>) + Send + 'static) -> std::net::SocketAddr {
+fn fake(answer: impl Fn(u32) -> (u8, Vec<u8>) + Send + 'static) -> SocketAddr {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = listener.local_addr().unwrap();
     std::thread::spawn(move || {
         while let Ok((mut stream, _)) = listener.accept() {
-            let mut head = [0; 20];
-            while stream.read_exact(&mut head).is_ok() {
-                let word = |at: usize| u32::from_le_bytes(head[at..at + 4].try_into().unwrap());
-                let mut body = vec![0; word(12) as usize];
-                stream.read_exact(&mut body).unwrap();
-                let (error, body) = answer(word(8));
+            while let Some((function, request)) = request(&mut stream) {
+                let (error, body) = answer(function);
                 let mut reply = vec![21, 0, error, 0];
-                reply.extend_from_slice(&head[4..8]);
+                reply.extend_from_slice(&request[4..8]);
                 reply.extend_from_slice(&(body.len() as u32).to_le_bytes());
                 reply.extend_from_slice(&[0; 4]);
                 reply.extend_from_slice(&body);
@@ -273,7 +270,47 @@ fn fake(answer: impl Fn(u32) -> (u8, Vec<u8>) + Send + 'static) -> std::net::Soc
     address
 }
 
+/// The next request of a connection, and the function that it calls; nothing at the end.
+fn request(stream: &mut TcpStream) -> Option<(u32, Vec<u8>)> {
+    let mut request = vec![0; 20];
+    stream.read_exact(&mut request).ok()?;
+    let word = |at: usize| u32::from_le_bytes(request[at..at + 4].try_into().unwrap());
+    let (function, body_bytes) = (word(8), word(12) as usize);
+    request.resize(20 + body_bytes, 0);
+    stream.read_exact(&mut request[20..]).ok()?;
+    Some((function, request))
+}
+
+/// A way to the real client on which `passing(function)` is done before each request goes on.
+fn way_to(client: SocketAddr, passing: impl Fn(u32) + Clone + Send + 'static) -> SocketAddr {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        while let Ok((mut near, _)) = listener.accept() {
+            let Ok(mut far) = TcpStream::connect(client) else { continue };
+            let (mut answers, mut back) = (far.try_clone().unwrap(), near.try_clone().unwrap());
+            let passing = passing.clone();
+            std::thread::spawn(move || {
+                while let Some((function, request)) = request(&mut near) {
+                    passing(function);
+                    if far.write_all(&request).is_err() {
+                        break;
+                    }
+                }
+                // Either may be closed already.
+                let _ = far.shutdown(Shutdown::Both);
+            });
+            std::thread::spawn(move || {
+                let _ = std::io::copy(&mut answers, &mut back);
+                let _ = back.shutdown(Shutdown::Both);
+            });
+        }
+    });
+    address
+}
+
 const READY: u32 = u32::from_le_bytes([0xc8, 0xf9, 0x33, 0xe8]);
+const GET: u32 = u32::from_le_bytes([0x9c, 0x10, 0x18, 0x06]);
 
 fn done() -> Vec<u8> {
     vec![0xcd, 0x68, 0x28, 0xaf, 0x04, 0x87, 0xfa, 0x01, 0x00, 0x01]
@@ -309,21 +346,32 @@ fn another_release_is_refused_by_name() {
 fn a_real_client_that_stands_still_is_waited_for_and_loses_nothing() {
     let _alone = alone();
     let Some(service) = Service::start("64 MB") else { return };
-    let mut config = MooncakeConfig::at(service.address());
-    config.connect_wait_max = Duration::from_millis(300);
+    let (client, armed) = (service.client_pid(), Arc::new(AtomicBool::new(false)));
+    let (arm, (tell, stands)) = (Arc::clone(&armed), mpsc::channel());
+    // The get sets out before the real client stops and gets there after, so it is under way when the loss is seen.
+    let way = way_to(service.address(), move |function| {
+        if function == GET && armed.swap(false, Ordering::AcqRel) {
+            tell.send(StandsStill::stop(client)).unwrap();
+        }
+    });
+    let mut config = MooncakeConfig::at(way);
+    config.ipc_name = Some(format!("@mooncake_client_{}.sock", service.address().port()));
+    // So long it takes until the loss is seen, and before that a busy machine has to answer every ping in it.
+    config.connect_wait_max = Duration::from_secs(2);
     config.ping_every = Duration::from_millis(50);
     let store = MooncakeStore::open(config).unwrap();
     let a = Arena::new(&store, 2 * MIB);
     a.fill(1, 0, MIB);
     assert_eq!(store.put(&[a.item(1, 0, MIB)], &call()), [Outcome::Ok(MIB)]);
-    service.signal_client("STOP");
+    arm.store(true, Ordering::Release);
     std::thread::scope(|scope| {
         let get = scope.spawn(|| store.get(&[a.item(1, MIB, MIB)], &call())[0]);
+        let stands = stands.recv_timeout(Duration::from_secs(60)).expect("the get sets out");
         until("the loss is seen", Duration::from_secs(20), || store.health() == Health::Down);
         let query = store.query(&[a.item(1, 0, MIB).key], &Call::within(Duration::from_secs(5)));
         assert_eq!(query, [Outcome::Transport(TransportCause::Disconnected)]);
         assert!(!get.is_finished(), "nobody knows yet whether the memory is still being written");
-        service.signal_client("CONT");
+        drop(stands);
         let got = get.join().unwrap();
         assert!(got != Outcome::Ok(MIB) || a.holds(1, MIB, MIB), "{got:?}");
     });
