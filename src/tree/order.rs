@@ -512,8 +512,8 @@ impl Orders {
         }
     }
 
-    /// A look-up found this path, `pages` in all, while `doubled` pages lie on both tiers: where the order learns, its uses are answered and time passes. The
-    /// nodes stay where they stand; a touch or a lock moves them.
+    /// A look-up found this path, `pages` in all, while `doubled` pages lie on both tiers: where the order learns, its uses are
+    /// answered and time passes. The nodes stay where they stand; a touch or a lock moves them.
     #[inline]
     pub(super) fn matched(&mut self, arena: &mut Arena, path: &[u32], pages: u32, doubled: u32) {
         if let Some(adaptive) = &mut self.adaptive {

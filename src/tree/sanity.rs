@@ -296,9 +296,7 @@ impl Tree {
                     report.must(
                         adaptive.stands_as(at, copied),
                         "order-keys",
-                        format_args!(
-                            "node {at}: the next tier holds it is {copied}, and it stands elsewhere"
-                        ),
+                        format_args!("node {at}, on the next tier: {copied}, stands as if it were not so"),
                     );
                 }
                 continue;

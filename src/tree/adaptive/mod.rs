@@ -77,7 +77,7 @@ const ROOT_2: f64 = std::f64::consts::SQRT_2;
 const KNEE_TOKENS: u32 = 1 << 15;
 
 /// What fetching a page costs, in thousandths of computing one at the root, by tier that it comes to: 131,072 bytes a token
-/// over 25 GB/s from the host, and 4 GB/s more from a store, against 20 us. See docs/EVICTION.md, "Parameters".
+/// over 25 GB/s from the host, and 4 GB/s more from a store, against 20 us. See docs/EVICTION.md.
 const FETCH_PERMILLE: [u32; 2] = [262, 1_900];
 
 /// At most this part of two tiers is room that LRU would not have either, as it lies on both. Under LRU it is 1 to 4 % of exclusive
@@ -467,7 +467,7 @@ impl Adaptive {
     pub(super) fn request(&mut self, now: u64, own_pages: u32, lru_pages: u32, doubled_pages: u32) {
         self.drop_all_carried(now);
         let AdaptiveConfig { capacity_pages, device_pages, host_pages, .. } = self.config;
-        let memory = device_pages + host_pages;
+        let memory = device_pages.saturating_add(host_pages);
         let doubled = u64::from(doubled_pages).min(memory / DOUBLED_MAX);
         self.shadow.settle_in(capacity_pages.min(memory - doubled).max(1));
         self.hit_pages += u64::from(own_pages);
