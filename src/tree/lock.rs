@@ -201,11 +201,12 @@ impl Tree {
     }
 
     /// A use has ended below `at`, which stays held. Who holds it carries the news on, later; but the order of
-    /// components has the held nodes in it, so there it is told at once, to those that `counts` for. O(path) with
-    /// components.
+    /// components has the held nodes in it, and what is being loaded may be on the device by then, where a pin says nothing:
+    /// so there it is told at once, to those that `counts` for. O(path) with components, or while anything is loaded.
     fn tell_use(&mut self, at: u32, used: u64, by: Holder, counts: fn(&Node) -> bool) {
         let mut at = at;
-        while self.has_components() && by == Holder::Request && at != ROOT {
+        let at_once = self.has_components() || self.stats.device_pages_loading > 0;
+        while at_once && by == Holder::Request && at != ROOT {
             if counts(&self.arena.nodes[at as usize]) {
                 self.orders.take_tick(&mut self.arena, at, used);
             }

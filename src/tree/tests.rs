@@ -963,6 +963,32 @@ fn what_lies_on_two_tiers_is_no_room_for_lru_either() {
     assert_eq!((hits.hit_pages, hits.lru_hit_pages), (0, 0));
 }
 
+/// A request lets go of a path whose start is being loaded, while a write to the store still holds its middle: the write has to
+/// hand the time of use up, and found the start on the device by then, where pins are no use. The use was lost.
+#[test]
+fn a_use_is_not_lost_to_an_operation_that_outlives_a_load() {
+    for policy in [Policy::Lru, Policy::Slru { protected_hits: 2 }] {
+        let mut rig = Rig::new(TreeConfig { hashing: true, policy, ..config(2) }, 32, 32);
+        let whole = rig.insert(key(&row("abc"))).unwrap().node;
+        rig.backup(whole);
+        assert_eq!(rig.evict(3).demoted_pages, 3);
+        let middle = rig.tree.match_prefix(key(&row("ab")), &mut Vec::new()).node;
+        let stored = rig.tree.begin_store(OpId(900), middle).unwrap().positions.len();
+        let (_, lock, pin) = rig.tree.match_and_lock(key(&row("abc")), &mut Vec::new());
+        let start = rig.tree.match_prefix(key(&row("a")), &mut Vec::new()).node;
+        let load = rig.begin_load(start).unwrap();
+        rig.insert(key(&row("z"))).unwrap();
+        rig.tree.unlock(lock).unwrap();
+        rig.tree.unpin_host(pin.unwrap()).unwrap();
+        rig.end_load(load, true);
+        rig.tree.end_store(OpId(900), &vec![true; stored]).unwrap();
+        rig.check();
+        rig.evict(1);
+        assert_eq!(rig.tree.match_prefix(key(&row("a")), &mut Vec::new()).device_pages, 1);
+        assert_eq!(rig.tree.match_prefix(key(&row("z")), &mut Vec::new()).device_pages, 0);
+    }
+}
+
 #[test]
 fn random_histories_stay_sound() {
     for seed in seeds() {
