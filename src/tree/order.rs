@@ -296,7 +296,7 @@ impl Orders {
         if arena.nodes[at as usize].listed != want {
             self.leave(arena, at);
             self.enter(arena, at, want);
-        } else {
+        } else if want != Listed::Nowhere {
             self.restand(arena, at);
         }
         if self.has_components {

@@ -80,9 +80,9 @@ const KNEE_TOKENS: u32 = 1 << 15;
 /// over 25 GB/s from the host, and 4 GB/s more from a store, against 20 us. See docs/EVICTION.md.
 const FETCH_PERMILLE: [u32; 2] = [262, 1_900];
 
-/// At most this part of two tiers is room that LRU would not have either, as it lies on both. Under LRU it is 1 to 4 % of exclusive
-/// tiers, under this order 2 to 5 %; what is more is its own fault.
-const DOUBLED_MAX: u64 = 32;
+/// Of two tiers at most one page in so many is room that LRU would not have either, as it lies on both. Under LRU 1 to 4 % of
+/// exclusive tiers do, under this order 2 to 5 %; what is more is its own fault.
+const DOUBLED_ONE_IN: u64 = 32;
 
 /// The pages of a new node by name.
 #[derive(Clone, Copy)]
@@ -468,7 +468,7 @@ impl Adaptive {
         self.drop_all_carried(now);
         let AdaptiveConfig { capacity_pages, device_pages, host_pages, .. } = self.config;
         let memory = device_pages.saturating_add(host_pages);
-        let doubled = u64::from(doubled_pages).min(memory / DOUBLED_MAX);
+        let doubled = u64::from(doubled_pages).min(memory / DOUBLED_ONE_IN);
         self.shadow.settle_in(capacity_pages.min(memory - doubled).max(1));
         self.hit_pages += u64::from(own_pages);
         self.lru_hit_pages += u64::from(lru_pages);
