@@ -50,17 +50,22 @@ struct Queue {
 
 const EMPTY: Queue = Queue { oldest: NIL, newest: NIL };
 
-/// The cell of the latest victim, which is that of the next one as long as it has leaves and nothing entered that may be worth
-/// less.
+/// The cell of the latest victim, which is that of the next one as long as it has leaves and nothing entered that goes before
+/// it.
 #[derive(Clone, Copy, Debug)]
 struct Least {
     slot: usize,
     list: usize,
+    /// What it was chosen by; worth `INFINITY` if by age alone.
+    rank: Rank,
     /// What was safe then.
     safe: u64,
     /// Leaves used from here on are not victims, or others are older.
     until: u64,
 }
+
+/// Cells go by worth, then from the oldest interval on, then by list.
+type Rank = (f32, u64, usize);
 
 #[derive(Clone, Debug)]
 pub(super) struct Cells {
@@ -119,17 +124,18 @@ impl Cells {
     }
 
     /// Files a leaf under its mark's list and tick. O(1), O(log intervals) for an earlier use.
-    pub(super) fn enter(&mut self, nodes: &mut [Node], marks: &[Mark], at: u32, now: u64) {
+    pub(super) fn enter(&mut self, nodes: &mut [Node], marks: &[Mark], at: u32, now: u64, gains: &Gains) {
         if now >= self.look_at {
             self.look(nodes, now);
         }
         let (tick, list) = (marks[at as usize].tick, marks[at as usize].list);
-        let slot = self.slot_to_enter(nodes, tick);
+        let interval = self.interval_to_enter(nodes, tick);
+        let slot = usize::from(interval.slot);
         let queue = self.queues[slot][usize::from(list)];
         self.len += 1;
         self.finished += usize::from(list == FINISHED);
         if queue.oldest == NIL {
-            self.oldest_is_new(slot, list, tick);
+            self.oldest_is_new(interval, list, tick, gains);
             self.queues[slot][usize::from(list)] = Queue { oldest: at, newest: at };
             nodes[at as usize].order = Links::NONE;
             if self.full[slot] == 0 && self.intervals.last().is_some_and(|i| usize::from(i.slot) != slot) {
@@ -163,18 +169,22 @@ impl Cells {
             _ => nodes[above as usize].order.older = at,
         }
         if below == NIL {
-            self.oldest_is_new(slot, list, tick);
+            self.oldest_is_new(interval, list, tick, gains);
         }
     }
 
-    /// A leaf that entered is the oldest of its cell. The cell of the victims stays the same if this is it, or if the leaf was
-    /// used too late to be one.
+    /// A leaf that entered is the oldest of its cell. The cell of the victims stays the same if this is it or goes before it, or if
+    /// the leaf was used too late to be a victim. (While worth was not compared here, two of three victims of chats in a short memory
+    /// had to be looked for.)
     #[inline]
-    fn oldest_is_new(&mut self, slot: usize, list: u8, tick: u64) {
-        let list = usize::from(list);
-        self.least = self
-            .least
-            .filter(|least| (least.slot, least.list) == (slot, list) || tick >= least.until && list < LISTS);
+    fn oldest_is_new(&mut self, interval: Interval, list: u8, tick: u64, gains: &Gains) {
+        let (slot, list) = (usize::from(interval.slot), usize::from(list));
+        let rank = (gains[list][usize::from(interval.bin)], interval.start, list);
+        self.least = self.least.filter(|least| {
+            (least.slot, least.list) == (slot, list)
+                || tick >= least.until && list < LISTS
+                || rank > least.rank
+        });
     }
 
     /// Takes a leaf out; its mark is as it was when it entered. O(1), O(log intervals) at the end of a cell.
@@ -253,18 +263,15 @@ impl Cells {
             let end = self.intervals.get(order + 1).map_or(u64::MAX, |next| next.start);
             if interval.start < safe && safe < end {
                 // Partly safe; it may be long. What is safe of it is found by the leaves themselves.
-                let mut lists = self.full[slot];
-                while lists != 0 {
-                    let list = lists.trailing_zeros() as u8;
-                    lists &= lists - 1;
-                    let worth = gains[usize::from(list)][usize::from(interval.bin)];
-                    let oldest = self.queues[slot][usize::from(list)].oldest;
+                for list in lists(self.full[slot]) {
+                    let worth = gains[list][usize::from(interval.bin)];
+                    let oldest = self.queues[slot][list].oldest;
                     if worth >= least && found.is_some() {
                         fallback = fallback.or(Some((interval, end)).filter(|_| is_ranked(worth)));
                     } else if is_ranked(worth) && marks[oldest as usize].tick >= safe {
                         fallback = fallback.or(Some((interval, end)));
                     } else {
-                        (least, found) = (worth, Some((slot, list)));
+                        (least, found) = (worth, Some((interval, list)));
                     }
                 }
                 continue;
@@ -277,20 +284,25 @@ impl Cells {
             if interval.start >= safe && is_ranked(worth) {
                 fallback = fallback.or(Some((interval, end)));
             } else if worth < least || found.is_none() {
-                (least, found) = (worth, Some((slot, list)));
+                (least, found) = (worth, Some((interval, usize::from(list))));
             }
         }
-        let (slot, list, until) = match fallback {
-            Some((interval, end)) if found.is_none() => self.oldest(marks, interval, end)?,
-            _ => found.map(|(slot, list)| (slot, usize::from(list), safe))?,
+        let (interval, list, worth, until) = match (found, fallback) {
+            (Some((interval, list)), _) => (interval, list, least, safe),
+            (None, Some((interval, end))) => {
+                let (list, until) = self.oldest(marks, interval, end)?;
+                (interval, list, f32::INFINITY, until)
+            }
+            (None, None) => return None,
         };
-        self.least = (list < LISTS).then_some(Least { slot, list, safe, until });
+        let (slot, rank) = (usize::from(interval.slot), (worth, interval.start, list));
+        self.least = (list < LISTS).then_some(Least { slot, list, rank, safe, until });
         Some(self.queues[slot][list].oldest)
     }
 
-    /// Where the least recently used leaf of an interval stands: slot, list, and the time of use of
-    /// the oldest in the other lists, or the end of the interval. O(lists).
-    fn oldest(&self, marks: &[Mark], interval: &Interval, end: u64) -> Option<(usize, usize, u64)> {
+    /// Where the least recently used leaf of an interval stands: its list, and the time of use of the oldest in the other lists,
+    /// or the end of the interval. O(lists).
+    fn oldest(&self, marks: &[Mark], interval: &Interval, end: u64) -> Option<(usize, u64)> {
         let slot = usize::from(interval.slot);
         let (mut found, mut oldest, mut second) = (None, u64::MAX, end);
         for list in lists(self.full[slot]) {
@@ -301,7 +313,7 @@ impl Cells {
                 second = second.min(tick);
             }
         }
-        found.map(|list| (slot, list, second))
+        found.map(|list| (list, second))
     }
 
     /// Shows cells from the least worth on, each leaf from the oldest on, until `show` says stop; true if it never does. For
@@ -371,10 +383,10 @@ impl Cells {
     }
 
     #[inline]
-    fn slot_to_enter(&mut self, nodes: &mut [Node], tick: u64) -> usize {
+    fn interval_to_enter(&mut self, nodes: &mut [Node], tick: u64) -> Interval {
         let fits = |newest: &Interval| tick < newest.start + self.ages.quantum();
         if self.intervals.last().is_some_and(fits) {
-            return self.slot_of(tick);
+            return self.intervals[self.interval_of(tick)];
         }
         if self.free == 0 {
             self.merge(nodes, 0);
@@ -386,8 +398,9 @@ impl Cells {
         }
         self.full[slot] = 0;
         let start = tick & !(self.ages.quantum() - 1);
-        self.intervals.push(Interval { start, slot: slot as u8, bin: 0 });
-        slot
+        let interval = Interval { start, slot: slot as u8, bin: 0 };
+        self.intervals.push(interval);
+        interval
     }
 
     /// Joins an interval and the next: the younger leaves go behind the older ones, list by list.
@@ -508,33 +521,33 @@ mod tests {
         cells: Cells,
         nodes: Vec<Node>,
         marks: Vec<Mark>,
+        gains: Gains,
     }
 
     impl Bed {
-        fn new(quantum: u64, leaves: usize) -> Bed {
+        fn new(quantum: u64, leaves: usize, gains: Gains) -> Bed {
             let cells = Cells::new(Ages::new(128 * quantum));
-            Bed { cells, nodes: vec![Node::root(); leaves], marks: vec![Mark::default(); leaves] }
+            Bed { cells, nodes: vec![Node::root(); leaves], marks: vec![Mark::default(); leaves], gains }
         }
 
         fn put(&mut self, at: u32, list: u8, tick: u64, now: u64) {
             (self.marks[at as usize].list, self.marks[at as usize].tick) = (list, tick);
-            self.cells.enter(&mut self.nodes, &self.marks, at, now);
+            self.cells.enter(&mut self.nodes, &self.marks, at, now, &self.gains);
         }
 
         fn leave(&mut self, at: u32) {
             self.cells.leave(&mut self.nodes, &self.marks[at as usize], at);
         }
 
-        fn first(&mut self, now: u64, gains: &Gains, safe: u64) -> Option<u32> {
-            self.cells.first(&mut self.nodes, &self.marks, now, gains, safe)
+        fn first(&mut self, now: u64, safe: u64) -> Option<u32> {
+            self.cells.first(&mut self.nodes, &self.marks, now, &self.gains, safe)
         }
     }
 
     #[test]
     fn without_lessons_it_is_lru() {
         // Every list, random removals, against a sorted set.
-        let mut bed = Bed::new(4, 300);
-        let gains = rule(|_, _| 1.0);
+        let mut bed = Bed::new(4, 300, rule(|_, _| 1.0));
         let mut want = std::collections::BTreeSet::new();
         let mut state = 3u64;
         for now in 1..30_000u64 {
@@ -546,7 +559,7 @@ mod tests {
                 bed.put(at, (state >> 50) as u8 % 56, now, now);
                 want.insert((now, at));
             }
-            assert_eq!(bed.first(now, &gains, 0), want.first().map(|w| w.1));
+            assert_eq!(bed.first(now, 0), want.first().map(|w| w.1));
             assert_eq!(bed.cells.len(), want.len());
         }
         let mut seen = 0;
@@ -560,8 +573,7 @@ mod tests {
     #[test]
     fn the_cell_of_the_last_victim_is_that_of_the_next() {
         // Leaves of every list come and go, those with an earlier use too, and what is safe moves.
-        let mut bed = Bed::new(4, 300);
-        let gains = rule(|list, bin| ((list * 31 + bin * 17) % 41) as f32);
+        let mut bed = Bed::new(4, 300, rule(|list, bin| ((list * 31 + bin * 17) % 41) as f32));
         let (mut state, mut kept) = (3u64, 0);
         let mut inside = [false; 300];
         for now in 1..30_000u64 {
@@ -576,28 +588,27 @@ mod tests {
                 let mut anew = bed.clone();
                 anew.cells.least = None;
                 kept += u32::from(bed.cells.least.is_some());
-                let found = bed.first(now, &gains, safe);
-                assert_eq!(found, anew.first(now, &gains, safe));
+                let found = bed.first(now, safe);
+                assert_eq!(found, anew.first(now, safe));
                 if let Some(at) = found {
                     bed.leave(at);
                     inside[at as usize] = false;
                 }
             }
         }
-        assert!(kept > 5_000, "{kept} times it was known");
+        assert!(kept > 15_000, "{kept} times it was known");
     }
 
     #[test]
     fn the_least_worth_goes_first() {
-        let mut bed = Bed::new(1, 8);
+        let mut bed = Bed::new(1, 8, rule(|list, bin| list as f32 + 1.0 / (bin + 1) as f32));
         bed.put(0, 5, 10, 10);
         bed.put(1, 2, 11, 11);
         bed.put(2, 2, 12, 12);
         bed.put(3, 2, 90, 90);
         // List 2 is worth less, and the more the older.
-        let gains = rule(|list, bin| list as f32 + 1.0 / (bin + 1) as f32);
         let mut out = Vec::new();
-        while let Some(at) = bed.first(100, &gains, u64::MAX) {
+        while let Some(at) = bed.first(100, u64::MAX) {
             out.push(at);
             bed.leave(at);
         }
@@ -606,29 +617,27 @@ mod tests {
 
     #[test]
     fn what_is_finished_goes_first() {
-        let mut bed = Bed::new(1, 8);
-        let gains = rule(|list, _| if list as u8 == FINISHED { -1.0 } else { 1.0 });
+        let mut bed = Bed::new(1, 8, rule(|list, _| if list as u8 == FINISHED { -1.0 } else { 1.0 }));
         bed.put(1, 7, 50, 50);
         bed.put(2, FINISHED, 99, 99);
-        assert_eq!(bed.first(100, &gains, u64::MAX), Some(2));
-        assert_eq!(bed.first(100, &gains, 0), Some(2), "whatever is safe");
+        assert_eq!(bed.first(100, u64::MAX), Some(2));
+        assert_eq!(bed.first(100, 0), Some(2), "whatever is safe");
         bed.leave(2);
-        assert_eq!(bed.first(100, &gains, 20), Some(1));
+        assert_eq!(bed.first(100, 20), Some(1));
     }
 
     #[test]
     fn what_is_safe_is_spared_whatever_it_is_worth() {
-        let mut bed = Bed::new(1, 8);
+        let mut bed = Bed::new(1, 8, rule(|list, _| list as f32));
         for (at, list, tick) in [(0, 9, 10), (1, 7, 20), (2, 1, 60), (3, 2, 61), (4, 1, 62)] {
             bed.put(at, list, tick, tick);
         }
-        let gains = rule(|list, _| list as f32);
         let (mut out, mut shown) = (Vec::new(), Vec::new());
-        bed.cells.ahead(&bed.nodes, &gains, 50, &mut |at| {
+        bed.cells.ahead(&bed.nodes, &bed.gains, 50, &mut |at| {
             shown.push(at);
             true
         });
-        while let Some(at) = bed.first(100, &gains, 50) {
+        while let Some(at) = bed.first(100, 50) {
             out.push(at);
             bed.leave(at);
         }
@@ -638,14 +647,13 @@ mod tests {
 
     #[test]
     fn of_a_long_interval_only_what_is_older_goes() {
-        let mut bed = Bed::new(1, 64);
+        let mut bed = Bed::new(1, 64, rule(|list, _| 60.0 - list as f32));
         // So long ago that these uses share intervals.
         (0..32).for_each(|at| bed.put(at, (at % 4) as u8, u64::from(at), 31));
         bed.put(32, 9, 4_000, 4_000);
         assert!(bed.cells.intervals.len() < 6);
-        let gains = rule(|list, _| 60.0 - list as f32);
         let mut out = Vec::new();
-        while let Some(at) = bed.first(4_000, &gains, 16) {
+        while let Some(at) = bed.first(4_000, 16) {
             out.push(at);
             bed.leave(at);
         }
@@ -657,13 +665,12 @@ mod tests {
 
     #[test]
     fn an_earlier_use_finds_its_place() {
-        let mut bed = Bed::new(64, 8);
+        let mut bed = Bed::new(64, 8, rule(|_, _| 1.0));
         for (at, tick) in [(0, 10), (1, 30), (2, 20), (3, 5), (4, 40)] {
             bed.put(at, 0, tick, 50);
         }
-        let gains = rule(|_, _| 1.0);
         let mut out = Vec::new();
-        while let Some(at) = bed.first(50, &gains, u64::MAX) {
+        while let Some(at) = bed.first(50, u64::MAX) {
             out.push(at);
             bed.leave(at);
         }
@@ -672,7 +679,7 @@ mod tests {
 
     #[test]
     fn intervals_stay_few_and_fine() {
-        let mut bed = Bed::new(1, 40_000);
+        let mut bed = Bed::new(1, 40_000, rule(|_, _| 1.0));
         for at in 0..40_000u32 {
             bed.put(at, (at % 56) as u8, u64::from(at), u64::from(at));
             assert!(bed.cells.intervals.len() <= SLOTS);
@@ -683,7 +690,7 @@ mod tests {
             assert!(span <= age / 2 + 2, "{span} at age {age}");
         }
         let mut shown = Vec::new();
-        bed.cells.ahead(&bed.nodes, &rule(|_, _| 1.0), 0, &mut |at| {
+        bed.cells.ahead(&bed.nodes, &bed.gains, 0, &mut |at| {
             shown.push(at);
             shown.len() < 100
         });

@@ -605,7 +605,7 @@ impl Adaptive {
             return self.kept[index(tier)].set(at, (Turn::MAX - turn, leaf.tick));
         }
         mark.list = FINISHED;
-        self.tiers[index(tier)].enter(nodes, &self.marks, at, now);
+        self.tiers[index(tier)].enter(nodes, &self.marks, at, now, &self.gains);
     }
 
     /// The same for a leaf that nothing keeps, last used at a tick and held by the next tier or not, if nothing has to be learned
@@ -630,7 +630,7 @@ impl Adaptive {
             _ => mark.level.min(self.store_level),
         };
         mark.list = mark.class * LEVELS as u8 + level;
-        self.tiers[index(tier)].enter(nodes, &self.marks, at, now);
+        self.tiers[index(tier)].enter(nodes, &self.marks, at, now, &self.gains);
         true
     }
 

@@ -11,7 +11,9 @@ use std::collections::VecDeque;
 const BUCKETS: u64 = 256;
 /// More than so many are merged where they have emptied.
 const BUCKETS_MAX: usize = 1_024;
-/// Spans of time of half a bucket's volume whose first bucket is known: two capacities. What was used before is searched for.
+/// Spans of time whose first bucket is known: at first of half a bucket's volume each, which makes two capacities; of twice as
+/// much whenever they do not reach back to the oldest bucket. (Where most of a prompt is hit, memory holds uses of five
+/// capacities of volume.)
 const SPANS: usize = 1 << 10;
 
 #[derive(Clone, Copy, Debug)]
@@ -59,15 +61,12 @@ impl Shadow {
         }
     }
 
-    /// The bucket that a tick lies in; none if it is older than all. O(1) for one of the spans that are known, if few
-    /// buckets were opened within it.
+    /// The bucket that a tick lies in; none if it is older than all. O(1), if few buckets were opened within its span.
     #[inline]
     fn bucket_of(&self, tick: u64) -> Option<usize> {
+        self.buckets.front().filter(|oldest| oldest.start <= tick)?;
         // Uses of the newest bucket may be later than the latest span.
         let span = (tick >> self.shift).min(self.span);
-        if span + (SPANS as u64) <= self.span {
-            return self.buckets.partition_point(|b| b.start <= tick).checked_sub(1);
-        }
         let mut at = self.began[span as usize % SPANS].saturating_sub(self.first) as usize;
         while self.buckets.get(at + 1).is_some_and(|next| next.start <= tick) {
             at += 1;
@@ -78,18 +77,36 @@ impl Shadow {
     /// Time has come to `now`: the spans until then begin in the newest bucket.
     #[inline]
     fn pass(&mut self, now: u64) {
-        let span = now >> self.shift;
-        if span > self.span {
-            self.begin(span);
+        if now >> self.shift > self.span {
+            self.begin(now);
         }
     }
 
-    fn begin(&mut self, span: u64) {
+    fn begin(&mut self, now: u64) {
+        let oldest = self.buckets.front().map_or(now, |b| b.start);
+        let reaches = |shift: u32| (oldest >> shift) + SPANS as u64 > now >> shift;
+        if !reaches(self.shift) {
+            self.shift = (self.shift..u64::BITS).find(|&shift| reaches(shift)).unwrap_or(self.shift);
+            self.span = now >> self.shift;
+            return self.begin_all();
+        }
         let newest = self.first + (self.buckets.len() as u64).saturating_sub(1);
+        let span = now >> self.shift;
         for span in (self.span + 1).max(span.saturating_sub(SPANS as u64 - 1))..=span {
             self.began[span as usize % SPANS] = newest;
         }
         self.span = span;
+    }
+
+    /// Finds out anew where the spans began.
+    fn begin_all(&mut self) {
+        let mut at = 0;
+        for span in self.span.saturating_sub(SPANS as u64 - 1)..=self.span {
+            while self.buckets.get(at + 1).is_some_and(|next| next.start <= span << self.shift) {
+                at += 1;
+            }
+            self.began[span as usize % SPANS] = self.first + at as u64;
+        }
     }
 
     /// Pages are used now. O(1) amortised.
@@ -115,7 +132,7 @@ impl Shadow {
     }
 
     /// Pages last used at `tick` are used now or forgotten; how many of them LRU holds. O(1) where the caller repeats a
-    /// tick, O(log) otherwise.
+    /// tick or lies in a span with few buckets.
     #[inline]
     pub(super) fn take(&mut self, tick: u64, pages: u32) -> u32 {
         let at = match self.memo {
@@ -153,6 +170,9 @@ impl Shadow {
 
     /// Moves pages from one time of use to another that is known. O(1) as a rule.
     pub(super) fn shift(&mut self, ticks: (u64, u64), pages: u32) {
+        if ticks.0 == ticks.1 {
+            return;
+        }
         let (from, to) = (self.bucket_of(ticks.0), self.bucket_of(ticks.1));
         if let (Some(from), Some(to)) = (from, to) {
             let taken = self.buckets[from].pages.min(pages.into());
@@ -217,13 +237,7 @@ impl Shadow {
         }
         self.buckets = kept;
         self.memo = None;
-        let mut at = 0;
-        for span in self.span.saturating_sub(SPANS as u64 - 1)..=self.span {
-            while self.buckets.get(at + 1).is_some_and(|next| next.start <= span << self.shift) {
-                at += 1;
-            }
-            self.began[span as usize % SPANS] = self.first + at as u64;
-        }
+        self.begin_all();
     }
 }
 
