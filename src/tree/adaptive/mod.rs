@@ -136,7 +136,8 @@ pub struct AdaptiveConfig {
     pub device_pages: u64,
     /// Pages of the host tier; what lies on both is room that neither this order nor LRU has.
     pub host_pages: u64,
-    /// Most evicted nodes remembered. Enough is a few times the nodes that the memory holds.
+    /// Most evicted nodes remembered, where the memory holds a quarter as many leaves or more; otherwise they are about four times
+    /// those leaves, 2,048 at least.
     pub ghosts_max: usize,
     /// Depth, in pages, at which a page costs twice as much to compute again as at the root, because attention looks
     /// back over all of it. What is maximised is work saved. 0: all pages cost the same, hits are maximised.
@@ -567,7 +568,8 @@ impl Adaptive {
             {
                 (ghost.pages, ghost.end) = (pages.saturating_add(more.pages), more.end);
             }
-            self.ghosts.bury(start, ghost);
+            let leaves = self.leaves().iter().sum();
+            self.ghosts.bury(start, ghost, leaves);
             if let Some(parent) = parent.filter(|_| cut) {
                 self.marks[parent as usize].tail = start;
             }
@@ -718,6 +720,11 @@ impl Adaptive {
         }
     }
 
+    /// Leaves in the orders of device and host.
+    fn leaves(&self) -> [usize; 2] {
+        [0, 1].map(|tier| self.tiers[tier].len() + self.kept[tier].len())
+    }
+
     // ---- lessons ----
 
     /// `part` of a followed use is used again.
@@ -782,7 +789,7 @@ impl Adaptive {
     pub(super) fn stats(&self) -> AdaptiveStats {
         let fresh = |class| (self.hazards.gain(class, 0) * 1e6) as f32;
         AdaptiveStats {
-            leaves: [0, 1].map(|tier| self.tiers[tier].len() + self.kept[tier].len()),
+            leaves: self.leaves(),
             ghosts: self.ghosts.len(),
             samples: self.samples.len(),
             sample_stage: self.samples.stage(),
