@@ -629,7 +629,7 @@ impl Orders {
     /// Tells the order that learns that a node's last use moves to `tick`.
     #[inline]
     fn renew(&mut self, arena: &Arena, at: u32, tick: u64) {
-        if let Some(adaptive) = &mut self.adaptive {
+        if let Some(adaptive) = self.adaptive.as_mut().filter(|_| arena.nodes[at as usize].tick != tick) {
             Self::tell_adaptive(adaptive, arena, at, tick);
         }
     }

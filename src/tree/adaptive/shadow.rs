@@ -11,9 +11,7 @@ use std::collections::VecDeque;
 const BUCKETS: u64 = 256;
 /// More than so many are merged where they have emptied.
 const BUCKETS_MAX: usize = 1_024;
-/// Spans of time whose first bucket is known: at first of half a bucket's volume each, which makes two capacities; of twice as
-/// much whenever they do not reach back to the oldest bucket. (Where most of a prompt is hit, memory holds uses of five
-/// capacities of volume.)
+/// Spans of time of half a bucket's volume whose first bucket is known: two capacities. What was used before is searched for.
 const SPANS: usize = 1 << 10;
 
 #[derive(Clone, Copy, Debug)]
@@ -61,12 +59,17 @@ impl Shadow {
         }
     }
 
-    /// The bucket that a tick lies in; none if it is older than all. O(1), if few buckets were opened within its span.
+    /// The bucket that a tick lies in; none if it is older than all. O(1) for one of the spans that are known, if few
+    /// buckets were opened within it.
     #[inline]
     fn bucket_of(&self, tick: u64) -> Option<usize> {
-        self.buckets.front().filter(|oldest| oldest.start <= tick)?;
         // Uses of the newest bucket may be later than the latest span.
         let span = (tick >> self.shift).min(self.span);
+        if span + (SPANS as u64) <= self.span {
+            // What was evicted long ago comes back: there is nothing to search.
+            self.buckets.front().filter(|oldest| oldest.start <= tick)?;
+            return self.buckets.partition_point(|b| b.start <= tick).checked_sub(1);
+        }
         let mut at = self.began[span as usize % SPANS].saturating_sub(self.first) as usize;
         while self.buckets.get(at + 1).is_some_and(|next| next.start <= tick) {
             at += 1;
@@ -77,36 +80,18 @@ impl Shadow {
     /// Time has come to `now`: the spans until then begin in the newest bucket.
     #[inline]
     fn pass(&mut self, now: u64) {
-        if now >> self.shift > self.span {
-            self.begin(now);
+        let span = now >> self.shift;
+        if span > self.span {
+            self.begin(span);
         }
     }
 
-    fn begin(&mut self, now: u64) {
-        let oldest = self.buckets.front().map_or(now, |b| b.start);
-        let reaches = |shift: u32| (oldest >> shift) + SPANS as u64 > now >> shift;
-        if !reaches(self.shift) {
-            self.shift = (self.shift..u64::BITS).find(|&shift| reaches(shift)).unwrap_or(self.shift);
-            self.span = now >> self.shift;
-            return self.begin_all();
-        }
+    fn begin(&mut self, span: u64) {
         let newest = self.first + (self.buckets.len() as u64).saturating_sub(1);
-        let span = now >> self.shift;
         for span in (self.span + 1).max(span.saturating_sub(SPANS as u64 - 1))..=span {
             self.began[span as usize % SPANS] = newest;
         }
         self.span = span;
-    }
-
-    /// Finds out anew where the spans began.
-    fn begin_all(&mut self) {
-        let mut at = 0;
-        for span in self.span.saturating_sub(SPANS as u64 - 1)..=self.span {
-            while self.buckets.get(at + 1).is_some_and(|next| next.start <= span << self.shift) {
-                at += 1;
-            }
-            self.began[span as usize % SPANS] = self.first + at as u64;
-        }
     }
 
     /// Pages are used now. O(1) amortised.
@@ -132,7 +117,7 @@ impl Shadow {
     }
 
     /// Pages last used at `tick` are used now or forgotten; how many of them LRU holds. O(1) where the caller repeats a
-    /// tick or lies in a span with few buckets.
+    /// tick, O(log) otherwise.
     #[inline]
     pub(super) fn take(&mut self, tick: u64, pages: u32) -> u32 {
         let at = match self.memo {
@@ -237,7 +222,13 @@ impl Shadow {
         }
         self.buckets = kept;
         self.memo = None;
-        self.begin_all();
+        let mut at = 0;
+        for span in self.span.saturating_sub(SPANS as u64 - 1)..=self.span {
+            while self.buckets.get(at + 1).is_some_and(|next| next.start <= span << self.shift) {
+                at += 1;
+            }
+            self.began[span as usize % SPANS] = self.first + at as u64;
+        }
     }
 }
 
