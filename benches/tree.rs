@@ -8,21 +8,16 @@ use std::time::{Duration, Instant};
 
 use criterion::measurement::{Measurement, ValueFormatter};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use rustix::time::{ClockId, clock_gettime};
 
-use sapwood::base::{NamespaceId, PageId};
-use sapwood::key::Key;
-use sapwood::pool::PagePool;
-use sapwood::tree::adaptive::AdaptiveConfig;
+use sapwood::base::PageId;
 use sapwood::tree::*;
+
+mod common;
+
+use common::{Cache, Chats, Misses, cpu_now, key, mix, policy_of, session, tokens};
 
 /// CPU time of this thread: on a shared machine the wall clock measures the neighbours.
 struct CpuTime;
-
-fn cpu_now() -> Duration {
-    let t = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(t.tv_sec as u64, t.tv_nsec as u32)
-}
 
 impl Measurement for CpuTime {
     type Intermediate = Duration;
@@ -73,84 +68,6 @@ impl ValueFormatter for Microseconds {
 }
 
 type Bench = Criterion<CpuTime>;
-
-fn mix(x: u64) -> u64 {
-    let mut z = x.wrapping_add(0x9E37_79B9_7F4A_7C15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    z ^ (z >> 31)
-}
-
-fn tokens(seed: u64, n: usize) -> Vec<u32> {
-    let s = mix(seed);
-    (0..n as u64).map(|i| (mix(s.wrapping_add(i)) % 128_000) as u32).collect()
-}
-
-fn key(tokens: &[u32]) -> Key<'_> {
-    Key::new(NamespaceId::DEFAULT, tokens)
-}
-
-/// What a scheduler does around the tree.
-struct Cache {
-    tree: Tree,
-    pool: PagePool,
-    pages: Vec<PageId>,
-    out: InsertOut,
-    gone: DeviceEviction,
-}
-
-impl Cache {
-    fn new(page_size: u32, merge: bool, policy: Policy, capacity_tokens: usize) -> Cache {
-        let config = TreeConfig { page_size, merge, policy, ..TreeConfig::default() };
-        Cache {
-            tree: Tree::new(config).unwrap(),
-            pool: PagePool::new((capacity_tokens / page_size as usize) as u32),
-            pages: Vec::new(),
-            out: InsertOut::default(),
-            gone: DeviceEviction::default(),
-        }
-    }
-
-    fn find(&mut self, tokens: &[u32]) -> u32 {
-        self.pages.clear();
-        let (found, lock, _) = self.tree.match_and_lock(key(tokens), &mut self.pages);
-        self.tree.unlock(lock).unwrap();
-        black_box(&self.pages);
-        found.device_pages
-    }
-
-    /// Hit, lock, allocate (evicting if need be), insert, unlock.
-    fn turn(&mut self, tokens: &[u32]) {
-        self.pages.clear();
-        let (found, lock, _) = self.tree.match_and_lock(key(tokens), &mut self.pages);
-        let need = key(tokens).pages(self.tree.page_size()) - found.device_pages;
-        let short = need.saturating_sub(self.pool.free_pages());
-        if short > 0 {
-            self.gone.clear();
-            self.tree.evict_device(short, Unbacked::Delete, &mut self.gone);
-            self.pool.free(&self.gone.freed_device).unwrap();
-        }
-        assert!(self.pool.alloc(need, &mut self.pages), "tokens in the tree + free = capacity");
-        let opts = InsertOpts { priority: 0, count_hits_from: Some(found.device_pages), names: None };
-        self.tree.insert(key(tokens), &self.pages, found.device_pages, opts, &mut self.out).unwrap();
-        self.tree.unlock(lock).unwrap();
-    }
-
-    fn check(&self) {
-        let s = self.tree.stats();
-        let held = s.device_pages_evictable + s.device_pages_protected;
-        assert_eq!(
-            held + self.pool.free_pages(),
-            self.pool.capacity(),
-            "tokens in the tree + free = capacity"
-        );
-    }
-}
-
-/// LRU or the order that learns.
-fn policy_of(learns: bool, capacity_tokens: usize) -> Policy {
-    if learns { Policy::Adaptive(AdaptiveConfig::new(capacity_tokens as u64 / 16, 16)) } else { Policy::Lru }
-}
 
 fn w1(c: &mut Bench) {
     let mut group = c.benchmark_group("w1");
@@ -206,17 +123,7 @@ fn w1(c: &mut Bench) {
 fn w2(c: &mut Bench) {
     let mut group = c.benchmark_group("w2");
     group.sample_size(10).measurement_time(Duration::from_secs(3)).warm_up_time(Duration::from_millis(500));
-    let (sessions, turns, systems, system_len, turn_len) = (2_000, 8, 20, 2_048, 200);
-    let rows: Vec<Vec<u32>> = (0..sessions)
-        .map(|s| {
-            let mut row = tokens((2 << 56) + s as u64 % systems, system_len);
-            row.extend(tokens((3 << 56) + s as u64, turns * turn_len));
-            row
-        })
-        .collect();
-    let mut order: Vec<(u64, usize)> =
-        (0..sessions * turns).map(|i| (mix(mix(7).wrapping_add(i as u64)), i)).collect();
-    order.sort_unstable();
+    let chats = Chats::new();
     for (name, capacity, learns) in [
         ("chat-turn", 1 << 23, false),
         ("chat-turn-adaptive", 1 << 23, true),
@@ -229,14 +136,9 @@ fn w2(c: &mut Bench) {
                 let mut left = iters;
                 while left > 0 {
                     let mut cache = Cache::new(16, true, policy_of(learns, capacity), capacity);
-                    let mut done = vec![0; sessions];
-                    let n = left.min(order.len() as u64) as usize;
+                    let n = left.min(chats.turns.len() as u64) as usize;
                     let start = cpu_now();
-                    for &(_, o) in &order[..n] {
-                        let s = o % sessions;
-                        done[s] += 1;
-                        cache.turn(&rows[s][..system_len + done[s] * turn_len]);
-                    }
+                    chats.turns[..n].iter().for_each(|&turn| cache.turn(chats.prompt(turn)));
                     spent += cpu_now() - start;
                     cache.check();
                     left -= n as u64;
@@ -246,10 +148,11 @@ fn w2(c: &mut Bench) {
         });
     }
     let mut i = 0;
+    let rows = &chats.rows;
     let copies = rows.clone();
     group.bench_function("floor", |b| {
         b.iter(|| {
-            i = (i + 1) % sessions;
+            i = (i + 1) % rows.len();
             assert!(black_box(&rows[i][..2_850]) == black_box(&copies[i][..2_850]));
         });
     });
@@ -259,28 +162,12 @@ fn w2(c: &mut Bench) {
 fn w4(c: &mut Bench) {
     let mut group = c.benchmark_group("w4");
     group.sample_size(20).measurement_time(Duration::from_secs(2)).warm_up_time(Duration::from_millis(500));
-    let mut prompts: Vec<Vec<u32>> =
-        (0..256).map(|i| tokens((4 << 56) + i, 1_920 + 16 * (i as usize % 17))).collect();
-    // No prompt comes twice.
-    let mut turn = |cache: &mut Cache, i: usize| {
-        let prompt = &mut prompts[i % 256];
-        prompt[0] = i as u32;
-        cache.turn(prompt);
-    };
     for (name, learns) in [("miss-evict-insert", false), ("miss-evict-insert-adaptive", true)] {
         let mut cache = Cache::new(16, true, policy_of(learns, 1 << 20), 1 << 20);
-        let mut i = 0;
+        let mut misses = Misses::new();
         // Past the first lessons.
-        for _ in 0..40_000 {
-            turn(&mut cache, i);
-            i += 1;
-        }
-        group.bench_function(name, |b| {
-            b.iter(|| {
-                turn(&mut cache, i);
-                i += 1;
-            });
-        });
+        (0..40_000).for_each(|_| cache.turn(misses.next()));
+        group.bench_function(name, |b| b.iter(|| cache.turn(misses.next())));
         cache.check();
     }
     group.finish();
@@ -344,12 +231,11 @@ fn w5(c: &mut Bench) {
         let mut sessions = 0u64;
         for steps in [1_000u64, 10_000, 100_000, 1_000_000] {
             while sessions * 10 < steps {
-                let row = tokens((5 << 56) + sessions, 320);
+                let row = session(sessions);
                 (1..=10).for_each(|d| cache.turn(&row[..d * 32]));
                 sessions += 1;
             }
-            let picked: Vec<Vec<u32>> =
-                (0..4_000).map(|i| tokens((5 << 56) + mix(steps + i) % sessions, 320)).collect();
+            let picked: Vec<Vec<u32>> = (0..4_000).map(|i| session(mix(steps + i) % sessions)).collect();
             let mut i = 0;
             group.bench_function(BenchmarkId::new(name, steps), |b| {
                 b.iter(|| {
@@ -374,12 +260,11 @@ fn p99(c: &mut Bench) {
         let capacity = steps as usize * 32 + (1 << 16);
         let mut cache = Cache::new(16, true, Policy::Lru, capacity);
         let sessions = steps / 10;
-        for session in 0..sessions {
-            let row = tokens((5 << 56) + session, 320);
+        for which in 0..sessions {
+            let row = session(which);
             (1..=10).for_each(|d| cache.turn(&row[..d * 32]));
         }
-        let picked: Vec<Vec<u32>> =
-            (0..4_000).map(|i| tokens((5 << 56) + mix(steps + i) % sessions, 320)).collect();
+        let picked: Vec<Vec<u32>> = (0..4_000).map(|i| session(mix(steps + i) % sessions)).collect();
         for (name, keys, cold) in [("warm", 64, false), ("cold", picked.len(), true)] {
             let mut i = 0;
             group.bench_function(BenchmarkId::new(name, steps), |b| {
