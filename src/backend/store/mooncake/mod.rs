@@ -11,8 +11,8 @@
 //!   under a new client id, and only then calls go on. A call whose connection broke while bytes were being moved
 //!   returns when the far side has ended or let go of the memory, not before.
 //! - **Every object is sealed** ([`envelope`](super::envelope)) with a header that lies in shared memory of the
-//!   store's own; header and payload travel as one object of two pieces, so nothing is copied to put them
-//!   together. Checksums are computed while the call before is under way.
+//!   store's own; payload and header travel as one object of two pieces, the header last, so nothing is copied to put
+//!   them together. Checksums are computed while the call before is under way.
 //! - **The pool evicts on its own**, protects what it reported for [`LEASE`], keeps the first of two puts under one
 //!   key and loses objects with the client that held them. All of it is a miss here.
 
@@ -56,8 +56,9 @@ const SIZES_MAX: usize = 1 << 17;
 /// long. The sums of those that are there are of no use.
 const SUMMED_WHILE_ASKED_BYTES: usize = 10 << 20;
 
-/// First bytes of every object's name in the pool, which other users share.
-const NAME_PREFIX: &str = "sapwood1-";
+/// First bytes of every object's name in the pool, which other users share. The number is that of the object's layout: 1 had
+/// the header in front.
+const NAME_PREFIX: &str = "sapwood2-";
 
 /// Where the real client is and how to treat it.
 #[derive(Clone, PartialEq, Eq, Debug)]
