@@ -54,7 +54,7 @@ const SIZES_MAX: usize = 1 << 17;
 
 /// Payload bytes of a put that are summed up while the service looks which objects are there: as many as take about that
 /// long. The sums of those that are there are of no use.
-const SUMMED_WHILE_ASKED_BYTES: usize = 10 << 20;
+const SUMMED_WHILE_ASKED_BYTES: usize = 8 << 20;
 
 /// First bytes of every object's name in the pool, which other users share. The number is that of the object's layout: 1 had
 /// the header in front.
